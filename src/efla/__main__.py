@@ -1,0 +1,5 @@
+import sys
+
+from efla.cli import main
+
+sys.exit(main())

@@ -1,0 +1,61 @@
+"""The command line: ``efla COMMAND``. Each command is one module in :mod:`efla.commands` with a typed function."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+
+import tyro
+
+import efla
+from efla.errors import unknown_name
+
+# Command -> what it does. The module efla.commands.<name> holds a function <name>; it is imported when it is called.
+COMMANDS = {
+    "doctor": "What runs on this machine: versions, threads, backends, and a self-check of each.",
+}
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run one command; returns the process's exit code."""
+    arguments = sys.argv[1:] if argv is None else argv
+    if not arguments or arguments[0] in ("-h", "--help"):
+        print(_usage())
+        return 0
+    if arguments[0] == "--version":
+        print(f"efla {efla.__version__}")
+        return 0
+    name = arguments[0]
+    if name not in COMMANDS:
+        print(f"efla: {unknown_name('command', name, COMMANDS)}", file=sys.stderr)
+        return 2
+    function_name = name.replace("-", "_")
+    function = getattr(importlib.import_module(f"efla.commands.{function_name}"), function_name)
+    try:
+        code = tyro.cli(function, prog=f"efla {name}", args=arguments[1:])
+    except KeyboardInterrupt:
+        print("\ninterrupted", file=sys.stderr)
+        return 130
+    except (ValueError, FileNotFoundError, OSError, RuntimeError) as error:
+        # The caller's mistake or the machine's: the message says what to do, a stack trace would hide it.
+        print(f"efla {name}: {error}", file=sys.stderr)
+        return 1
+    return int(code or 0)
+
+
+def _usage() -> str:
+    width = max(map(len, COMMANDS))
+    lines = [f"  {name:<{width}}  {text}" for name, text in COMMANDS.items()]
+    return "\n".join(
+        [
+            f"efla {efla.__version__}: {efla.__doc__}",
+            "",
+            "usage: efla COMMAND [options]      (efla COMMAND --help explains one)",
+            "",
+            *lines,
+        ]
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

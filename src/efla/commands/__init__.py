@@ -1,0 +1,1 @@
+"""The commands of ``efla``, one module each, named like the command."""

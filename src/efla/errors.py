@@ -1,0 +1,18 @@
+"""Errors that say what was expected, what came and what to do."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class BackendUnavailable(RuntimeError):
+    """A backend was asked for by name and cannot run the call; the message says why and what to use instead."""
+
+
+def unknown_name(kind: str, name: object, known: Iterable[str]) -> ValueError:
+    """An error for an unknown name that offers the nearest known ones."""
+    known = list(known)
+    near = difflib.get_close_matches(str(name).lower().replace("-", "_"), known, n=3, cutoff=0.5)
+    hint = f"did you mean {' or '.join(repr(n) for n in near)}? " if near else ""
+    return ValueError(f"unknown {kind} {name!r}; {hint}known {kind}s: {', '.join(known)}")

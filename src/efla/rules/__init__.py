@@ -1,0 +1,58 @@
+"""Update rules by name. ``efla.rules.get("efla").coefficients(beta, lam)`` gives a step's three scalars."""
+
+from __future__ import annotations
+
+from efla.errors import unknown_name
+from efla.rules.base import FlowRates, StepCoefficients, UpdateRule
+from efla.rules.delta import Delta
+from efla.rules.exact_flow import ExactFlow
+from efla.rules.gated_delta import GatedDelta
+from efla.rules.gated_exact_flow import GatedExactFlow, GatedExactFlowLog
+from efla.rules.implicit import CrankNicolson, ImplicitEuler
+from efla.rules.linear import Linear
+from efla.rules.runge_kutta import Midpoint, RungeKutta4
+from efla.rules.ssd import StateSpaceDual
+
+__all__ = ["FlowRates", "StepCoefficients", "UpdateRule", "get", "names", "register"]
+
+_RULES: dict[str, UpdateRule] = {}
+
+
+def register(rule: UpdateRule) -> UpdateRule:
+    """Make a rule known by its name, so that ``rule="its-name"`` finds it everywhere."""
+    known = _RULES.get(rule.name)
+    if known is not None and type(known) is not type(rule):
+        raise ValueError(f"a rule named {rule.name!r} is registered already ({known!r}); choose another name")
+    _RULES[rule.name] = rule
+    return rule
+
+
+def get(rule: str | UpdateRule) -> UpdateRule:
+    """The rule of that name; a rule object is returned as it is, so that an unregistered one can be used too."""
+    if isinstance(rule, UpdateRule):
+        return rule
+    try:
+        return _RULES[rule]
+    except (KeyError, TypeError):
+        raise unknown_name("rule", rule, _RULES) from None
+
+
+def names() -> list[str]:
+    """Names of all rules, in the order of the design's table."""
+    return list(_RULES)
+
+
+for _rule in (
+    Linear(),
+    StateSpaceDual(),
+    Delta(),
+    Midpoint(),
+    RungeKutta4(),
+    ImplicitEuler(),
+    CrankNicolson(),
+    ExactFlow(),
+    GatedDelta(),
+    GatedExactFlow(),
+    GatedExactFlowLog(),
+):
+    register(_rule)

@@ -1,0 +1,28 @@
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from efla.rules.base import FlowRates, StepCoefficients, UpdateRule
+
+
+class StateSpaceDual(UpdateRule):
+    """Mamba-2, RetNet, simple GLA: the whole memory decays, S_t = a S_{t-1} + beta k v^T.
+
+    Mamba-2 is beta = dt, log_gate = -dt A, k = B, q = C, v = x.
+    """
+
+    name = "ssd"
+    title = "Mamba-2 / RetNet / simple GLA"
+    order = None
+    contractive = True
+    needs_gate = True
+    has_erase = False
+
+    def coefficients(self, beta: Tensor | None, lam: Tensor, log_gate: Tensor | None = None) -> StepCoefficients:
+        assert beta is not None and log_gate is not None
+        return StepCoefficients(log_decay=log_gate, erase=torch.zeros_like(lam), write=beta)
+
+    def flow(self, beta: Tensor, log_gate: Tensor | None = None) -> FlowRates:
+        assert log_gate is not None
+        return FlowRates(decay=-log_gate, erase=torch.zeros_like(beta), write=beta)

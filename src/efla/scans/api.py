@@ -1,0 +1,122 @@
+"""The two public operations: validate, compute the rule's scalars, choose a backend, run."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from efla import rules
+from efla.rules import UpdateRule
+from efla.scans import validation
+from efla.scans.backends import choose_backend
+from efla.scans.keys import l2_normalize, squared_norm, widest
+from efla.scans.torch_ops import run_scan, without_autocast
+from efla.scans.types import ScanRequest, compute_dtype
+
+
+def linear_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    beta: Tensor | None = None,
+    log_gate: Tensor | None = None,
+    *,
+    rule: str | UpdateRule = "efla",
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    cu_seqlens: Tensor | None = None,
+    qk_l2norm: bool = False,
+    chunk_size: int = 64,
+    backend: str = "auto",
+) -> tuple[Tensor, Tensor | None]:
+    """Linear attention by any rule: turns (beta, k.k, log_gate) into a step's three scalars and scans the tokens.
+
+        S_t = exp(log_decay_t) (I - erase_t k_t k_t^T) S_{t-1} + write_t k_t v_t^T,      o_t = scale S_t^T q_t
+
+    q, k: [B, T, Hk, K]; v: [B, T, Hv, V] with Hv a multiple of Hk; beta, log_gate: [B, T, Hv], as the rule needs them.
+    Returns o: [B, T, Hv, V] in v's dtype, and the final state [N, Hv, K, V] (``None`` unless ``output_final_state``).
+
+    scale: default K**-0.5. initial_state: [N, Hv, K, V], float32 or wider, zero if absent.
+    cu_seqlens: [N + 1] borders of N sequences packed into one row (B = 1).
+    qk_l2norm: q / sqrt(q.q + 1e-6) and k likewise, inside the call. backend: see :func:`efla.backends`.
+    """
+    update_rule = rules.get(rule)
+    if validation.validation_enabled():
+        validation.check_qkv(q, k, v)
+        validation.check_rule_inputs(update_rule, beta, log_gate, v)
+        validation.check_call(k, v, initial_state, cu_seqlens, chunk_size)
+    dtype = compute_dtype(q, k, v, initial_state)
+    with without_autocast(k):
+        if qk_l2norm:
+            q, k = l2_normalize(q.to(dtype)), l2_normalize(k.to(dtype))
+        log_decay, erase, write = _step_coefficients(update_rule, k.to(dtype), v, beta, log_gate)
+    request = ScanRequest(
+        q, k, v, log_decay, erase, write, _default_scale(scale, k), initial_state, cu_seqlens, chunk_size
+    )
+    return _run(request, output_final_state, backend)
+
+
+def scan(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor | None,
+    erase: Tensor | None,
+    write: Tensor,
+    *,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    cu_seqlens: Tensor | None = None,
+    chunk_size: int = 64,
+    backend: str = "auto",
+) -> tuple[Tensor, Tensor | None]:
+    """Run the recurrence with the three scalars given, each [B, T, Hv].
+
+        S_t = exp(log_decay_t) (I - erase_t k_t k_t^T) S_{t-1} + write_t k_t v_t^T,      o_t = scale S_t^T q_t
+
+    ``log_decay=None`` means no decay and ``erase=None`` nothing erased. A padded token is the step that does nothing:
+    log_decay = erase = write = 0. Everything else as in :func:`linear_attention`.
+    """
+    if validation.validation_enabled():
+        validation.check_qkv(q, k, v)
+        for name, x in (("log_decay", log_decay), ("erase", erase), ("write", write)):
+            if x is not None:
+                validation.check_scalar(name, x, v)
+        if log_decay is not None and validation.checks_values(log_decay) and bool((log_decay > 0).any()):
+            raise ValueError(
+                f"log_decay must be <= 0, got {float(log_decay.max()):.6g}; a memory may not grow by itself"
+            )
+        validation.check_call(k, v, initial_state, cu_seqlens, chunk_size)
+    dtype = compute_dtype(q, k, v, initial_state)
+    log_decay, erase, write = (None if x is None else x.to(dtype) for x in (log_decay, erase, write))  # type: ignore[assignment]
+    request = ScanRequest(
+        q, k, v, log_decay, erase, write, _default_scale(scale, k), initial_state, cu_seqlens, chunk_size
+    )
+    return _run(request, output_final_state, backend)
+
+
+def _step_coefficients(
+    rule: UpdateRule, k: Tensor, v: Tensor, beta: Tensor | None, log_gate: Tensor | None
+) -> tuple[Tensor | None, Tensor | None, Tensor]:
+    """The rule's scalars [B, T, Hv] in k's dtype, worked out in the widest one: they are few, and stiff keys need it."""
+    wide = widest(k)
+    lam = squared_norm(k).repeat_interleave(v.shape[2] // k.shape[2], 2)
+    beta, log_gate = (None if x is None else x.to(wide) for x in (beta, log_gate))
+    log_decay, erase, write = (x.to(k.dtype) for x in rule.coefficients(beta, lam, log_gate))
+    return (log_decay if rule.has_decay else None, erase if rule.has_erase else None, write)
+
+
+def _default_scale(scale: float | None, k: Tensor) -> float:
+    return float(k.shape[3] ** -0.5 if scale is None else scale)
+
+
+def _run(request: ScanRequest, output_final_state: bool, backend: str) -> tuple[Tensor, Tensor | None]:
+    chosen = choose_backend(backend, request)
+    if chosen.name == "reference" and not torch.compiler.is_compiling():
+        with without_autocast(request.k):
+            result = chosen.forward(request, save=False)
+    else:
+        result = run_scan(request, chosen.name)
+    return result.o, result.final_state if output_final_state else None

@@ -1,0 +1,54 @@
+"""The backends by name, and the choice among them. Adding one is one file and one line in ``_BACKENDS``."""
+
+from __future__ import annotations
+
+import logging
+from functools import cache
+from typing import cast
+
+import torch
+
+from efla.errors import BackendUnavailable, unknown_name
+from efla.scans.backends import chunked, reference
+from efla.scans.types import Backend, ScanRequest
+
+# In the order in which "auto" tries them; the oracle supports everything and is never chosen for speed.
+_BACKENDS = cast("dict[str, Backend]", {module.name: module for module in (chunked, reference)})
+
+_logger = logging.getLogger("efla")
+
+
+def backends() -> dict[str, str | None]:
+    """Each backend's name, with ``None`` if it can run on this machine, else the reason why not."""
+    return {name: backend.unavailable() for name, backend in _BACKENDS.items()}
+
+
+def get_backend(name: str) -> Backend:
+    if name not in _BACKENDS:
+        raise unknown_name("backend", name, ["auto", *_BACKENDS])
+    return _BACKENDS[name]
+
+
+def choose_backend(name: str, request: ScanRequest) -> Backend:
+    """The named backend, or for "auto" the first that supports the call. A named backend never falls back."""
+    if name != "auto":
+        backend = get_backend(name)
+        reason = backend.unavailable() or backend.supports(request)
+        if reason is not None:
+            others = ", ".join(repr(other) for other in _BACKENDS if other != name)
+            raise BackendUnavailable(f"backend {name!r} {reason}; use backend='auto' or one of {others}")
+        return backend
+    passed_over: list[str] = []
+    for candidate, backend in _BACKENDS.items():
+        reason = backend.unavailable() or backend.supports(request)
+        if reason is None:
+            if not torch.compiler.is_compiling():
+                _log_choice(candidate, request.k.device.type, "; ".join(passed_over))
+            return backend
+        passed_over.append(f"{candidate!r} {reason}")
+    raise AssertionError("the reference backend supports every call")
+
+
+@cache
+def _log_choice(name: str, device: str, passed_over: str) -> None:
+    _logger.info("backend %r runs scans on %s%s", name, device, f" ({passed_over})" if passed_over else "")

@@ -1,0 +1,272 @@
+"""The chunk form of the recurrence in plain torch: any device, no loop over tokens.
+
+Inside a chunk of C tokens, with G the cumulative log_decay and D_ij = exp(G_i - G_j) for i >= j,
+
+    M = I + StrictTril(diag(erase) K K^T . D)             unit lower triangular: solved, never inverted
+    [U W] = M^-1 [diag(write) V, diag(erase e^G) K]       one solve per chunk, all chunks at once
+    X = U - W S0                                          what each token really writes
+    O = scale (diag(e^G) Q S0 + (Q K^T . D . Tril) X)
+    S1 = e^{G_C} S0 + (diag(e^{G_C - G}) K)^T X           the only loop, over chunks
+
+The backward pass keeps S0 of every chunk and recomputes the rest. Chunks are worked on in groups of bounded size, so
+that no temporary grows with the length. Derivation: docs/derivations.md, sections 5 and 6.
+
+Shapes: M chunks of a group, H value heads, C tokens, K and V widths.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from efla.scans.types import ScanGradients, ScanRequest, ScanResult
+from efla.scans.varlen import ChunkGroup, ChunkPlan, sequence_borders
+
+name = "chunked"
+
+# Largest [M, H, C, C] temporary, in elements.
+_GROUP_ELEMENTS = 1 << 21
+
+
+def unavailable() -> str | None:
+    return None
+
+
+def supports(request: ScanRequest) -> str | None:
+    return None
+
+
+def saved_shape(request: ScanRequest) -> tuple[int, ...]:
+    """States before each chunk: [num_chunks, Hv, K, V]."""
+    batch, length, _, key_dim = request.k.shape
+    return (batch * -(-length // request.chunk_size), request.num_value_heads, key_dim, request.v.shape[3])
+
+
+def forward(request: ScanRequest, save: bool) -> ScanResult:
+    """Run all groups of chunks, handing the states on."""
+    plan = _plan(request)
+    o = torch.empty_like(request.v, memory_format=torch.contiguous_format)
+    state = request.new_state(len(plan.order))
+    if request.initial_state is None:
+        state.zero_()
+    else:
+        state.copy_(request.initial_state[plan.order])
+    borders = request.new_state(plan.num_chunks() if save else 0)
+    for group in _groups(plan, request):
+        chunks = _Chunks.load(request, group)
+        updates, weights = chunks.solve()
+        written = torch.empty_like(updates)
+        before = request.new_state(group.tokens.shape[0])
+        for now in group.steps():
+            active = state[: now.stop - now.start]
+            before[now] = active
+            written[now] = updates[now] if weights is None else updates[now] - weights[now] @ active
+            active.mul_(chunks.decay_all[now]).add_(chunks.k_to_end[now].mT @ written[now])
+        chunks.store(o, request.scale * (chunks.q_from_start @ before + chunks.attention() @ written))
+        if save:
+            borders[group.first_chunk : group.first_chunk + len(before)] = before
+    final = torch.empty_like(state)
+    final[plan.order] = state
+    return ScanResult(o, final, borders)
+
+
+def backward(request: ScanRequest, saved: Tensor, grad_o: Tensor, grad_final_state: Tensor | None) -> ScanGradients:
+    """Adjoint of :func:`forward`, groups in reverse (docs/derivations.md, section 6)."""
+    plan = _plan(request)
+    grads = _GradientBuffers(request)
+    d_state = request.new_state(len(plan.order))
+    if grad_final_state is None:
+        d_state.zero_()
+    else:
+        d_state.copy_(grad_final_state[plan.order])
+    for group in reversed(list(_groups(plan, request))):
+        chunks = _Chunks.load(request, group)
+        before = saved[group.first_chunk : group.first_chunk + group.tokens.shape[0]]
+        d_o = request.scale * chunks.gather(grad_o)
+        updates, weights = chunks.solve()
+        written = updates if weights is None else updates - weights @ before
+
+        # The loop: adjoints of the written values and of the states, last chunk first.
+        attention = chunks.attention()
+        d_written = attention.mT @ d_o
+        d_before = chunks.q_from_start.mT @ d_o
+        d_after = torch.empty_like(d_before)
+        for now in reversed(list(group.steps())):
+            active = d_state[: now.stop - now.start]
+            d_after[now] = active
+            d_written[now] += chunks.k_to_end[now] @ active
+            d_before[now] += chunks.decay_all[now] * active
+            if weights is not None:
+                d_before[now] -= weights[now].mT @ d_written[now]
+            active.copy_(d_before[now])
+
+        d_rhs = d_written
+        if weights is not None:
+            d_rhs = torch.linalg.solve_triangular(chunks.mixing().mT, d_written, upper=True, unitriangular=True)
+        d_attention = (d_o @ written.mT).mul_(chunks.causal_decay())
+        d_q = (d_o @ before.mT).mul_(chunks.decay_from_start) + d_attention @ chunks.k
+        d_k = (written @ d_after.mT).mul_(chunks.decay_to_end) + d_attention.mT @ chunks.q
+        d_erase = None
+        if chunks.erase is not None:
+            d_mixing = (-d_rhs @ written.mT).mul_(chunks.causal_decay()).tril_(-1)
+            d_erased_k = d_mixing @ chunks.k - (d_rhs @ before.mT).mul_(chunks.decay_from_start)
+            d_k += d_mixing.mT @ chunks.erased_k + chunks.erase * d_erased_k
+            d_erase = (d_erased_k * chunks.k).sum(-1)
+        d_write = (d_rhs * chunks.v).sum(-1)
+        d_log_decay = None
+        if request.log_decay is not None:
+            # <dS0, S0> is the first token's; each token then hands on what it neither reads nor writes.
+            spent = (chunks.q * d_q).sum(-1) - chunks.write[..., 0] * d_write
+            start = (d_before * before).sum((-1, -2))
+            d_log_decay = start[..., None] - (spent.cumsum(-1) - spent)
+        grads.add(chunks, d_q, d_k, chunks.write * d_rhs, d_log_decay, d_erase, d_write)
+    d_initial = None
+    if request.initial_state is not None:
+        d_initial = torch.empty_like(d_state)
+        d_initial[plan.order] = d_state
+    return grads.finish(d_initial)
+
+
+def _plan(request: ScanRequest) -> ChunkPlan:
+    batch, length = request.k.shape[:2]
+    borders = sequence_borders(batch, length, request.cu_seqlens)
+    longest = max(end - start for start, end in pairwise(borders))
+    # Short sequences need no long chunk; they are one chunk either way.
+    return ChunkPlan.build(borders, min(request.chunk_size, max(16, 1 << max(longest - 1, 0).bit_length())))
+
+
+def _groups(plan: ChunkPlan, request: ScanRequest):  # type: ignore[no-untyped-def]
+    max_chunks = max(1, _GROUP_ELEMENTS // (request.num_value_heads * plan.chunk_size**2))
+    return plan.groups(max_chunks, request.k.device)
+
+
+@dataclass
+class _Chunks:
+    """The inputs of one group of chunks, head-major and in the compute dtype, and what is derived from them."""
+
+    request: ScanRequest
+    group: ChunkGroup
+    q: Tensor  # [M, H, C, K]
+    k: Tensor  # [M, H, C, K]
+    v: Tensor  # [M, H, C, V]
+    write: Tensor  # [M, H, C, 1]
+    erase: Tensor | None  # [M, H, C, 1]
+    decay_from_start: Tensor  # [M, H, C, 1], e^G
+    decay_to_end: Tensor  # [M, H, C, 1], e^{G_C - G}
+    decay_all: Tensor  # [M, H, 1, 1], e^{G_C}
+    pair_decay: Tensor | None  # [M, H, C, C], D, zero above the diagonal
+
+    @classmethod
+    def load(cls, request: ScanRequest, group: ChunkGroup) -> _Chunks:
+        one = torch.ones((), dtype=request.compute_dtype, device=request.k.device)
+        self = cls(request, group, one, one, one, one, None, one, one, one, None)
+        repeats = request.num_value_heads // request.k.shape[2]
+        self.q = self.gather(request.q).repeat_interleave(repeats, 1)
+        self.k = self.gather(request.k).repeat_interleave(repeats, 1)
+        self.v = self.gather(request.v)
+        self.write = self.gather(request.write[..., None])
+        if request.erase is not None:
+            self.erase = self.gather(request.erase[..., None])
+        if request.log_decay is not None:
+            # float64 where the device has it: float32 sums, and exponents near -80, lose digits after strong forgetting.
+            wide = torch.float32 if request.k.device.type == "mps" else torch.float64
+            total = self.gather(request.log_decay[..., None]).to(wide).cumsum(2)
+            causal = torch.ones(total.shape[2], total.shape[2], dtype=torch.bool, device=total.device).tril_()
+            difference = (total - total.mT).masked_fill_(~causal, -torch.inf)
+            self.pair_decay = difference.exp_().to(one.dtype)
+            self.decay_from_start = total.exp().to(one.dtype)
+            self.decay_to_end = (total[:, :, -1:] - total).exp().to(one.dtype)
+            self.decay_all = self.decay_from_start[:, :, -1:]
+        else:
+            self.decay_all = one.expand(group.tokens.shape[0], 1, 1, 1)
+        return self
+
+    def gather(self, x: Tensor) -> Tensor:
+        """[B, T, H, D] to [M, H, C, D] in the compute dtype, padding as zeros."""
+        chunks = x.flatten(0, 1)[self.group.tokens].to(self.request.compute_dtype)
+        if self.group.is_padding is not None:
+            chunks.masked_fill_(self.group.is_padding[..., None, None], 0)
+        return chunks.transpose(1, 2).contiguous()
+
+    def store(self, out: Tensor, chunks: Tensor) -> None:
+        """Write [M, H, C, D] to its tokens of out [B, T, H, D], leaving padding out."""
+        tokens, values = self.group.tokens.flatten(), chunks.transpose(1, 2).flatten(0, 1).to(out.dtype)
+        if self.group.is_padding is not None:
+            keep = ~self.group.is_padding.flatten()
+            tokens, values = tokens[keep], values[keep]
+        out.view(-1, *out.shape[2:])[tokens] = values
+
+    def causal_decay(self) -> Tensor:
+        """D with zeros above the diagonal: [M, H, C, C], or [C, C] without decay."""
+        if self.pair_decay is not None:
+            return self.pair_decay
+        size = self.k.shape[2]
+        return torch.ones(size, size, dtype=self.k.dtype, device=self.k.device).tril_()
+
+    def attention(self) -> Tensor:
+        """Q K^T . D . Tril: [M, H, C, C]."""
+        return (self.q @ self.k.mT).mul_(self.causal_decay())
+
+    @property
+    def erased_k(self) -> Tensor:
+        assert self.erase is not None
+        return self.erase * self.k
+
+    def mixing(self) -> Tensor:
+        """M without its unit diagonal: StrictTril(diag(erase) K K^T . D)."""
+        return (self.erased_k @ self.k.mT).mul_(self.causal_decay()).tril_(-1)
+
+    def solve(self) -> tuple[Tensor, Tensor | None]:
+        """U = M^-1 diag(write) V and W = M^-1 diag(erase e^G) K (``None`` if nothing is erased)."""
+        written = self.write * self.v
+        if self.erase is None:
+            return written, None
+        rhs = torch.cat([written, self.decay_from_start * self.erased_k], -1)
+        solution = torch.linalg.solve_triangular(self.mixing(), rhs, upper=False, unitriangular=True)
+        return solution[..., : self.v.shape[-1]], solution[..., self.v.shape[-1] :]
+
+    @property
+    def q_from_start(self) -> Tensor:
+        return self.decay_from_start * self.q
+
+    @property
+    def k_to_end(self) -> Tensor:
+        return self.decay_to_end * self.k
+
+
+class _GradientBuffers:
+    """Gradients in the layout of the request, filled group by group."""
+
+    def __init__(self, request: ScanRequest) -> None:
+        self.request = request
+        self.repeats = request.num_value_heads // request.k.shape[2]
+        self.q, self.k, self.v, self.write = (_dense_like(x) for x in (request.q, request.k, request.v, request.write))
+        self.log_decay = None if request.log_decay is None else _dense_like(request.log_decay)
+        self.erase = None if request.erase is None else _dense_like(request.erase)
+
+    def add(
+        self,
+        chunks: _Chunks,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        log_decay: Tensor | None,
+        erase: Tensor | None,
+        write: Tensor,
+    ) -> None:
+        chunks.store(self.q, q.unflatten(1, (-1, self.repeats)).sum(2))
+        chunks.store(self.k, k.unflatten(1, (-1, self.repeats)).sum(2))
+        chunks.store(self.v, v)
+        for buffer, grad in ((self.log_decay, log_decay), (self.erase, erase), (self.write, write)):
+            if buffer is not None and grad is not None:
+                chunks.store(buffer[..., None], grad[..., None])
+
+    def finish(self, initial_state: Tensor | None) -> ScanGradients:
+        return ScanGradients(self.q, self.k, self.v, self.log_decay, self.erase, self.write, initial_state)
+
+
+def _dense_like(x: Tensor) -> Tensor:
+    return torch.empty_like(x, memory_format=torch.contiguous_format)

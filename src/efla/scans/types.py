@@ -1,0 +1,95 @@
+"""What a scan is asked to do, and what a backend has to offer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class ScanRequest:
+    """One validated call of the recurrence
+
+        S_t = exp(log_decay_t) (I - erase_t k_t k_t^T) S_{t-1} + write_t k_t v_t^T,    o_t = scale S_t^T q_t.
+
+    q, k: [B, T, Hk, K]; v: [B, T, Hv, V]; log_decay, erase, write: [B, T, Hv], in the compute dtype.
+    ``log_decay=None`` means no decay, ``erase=None`` means nothing is erased.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    log_decay: Tensor | None
+    erase: Tensor | None
+    write: Tensor
+    scale: float
+    initial_state: Tensor | None  # [N, Hv, K, V]
+    cu_seqlens: Tensor | None  # [N + 1]
+    chunk_size: int
+
+    @property
+    def num_sequences(self) -> int:
+        return self.k.shape[0] if self.cu_seqlens is None else self.cu_seqlens.shape[0] - 1
+
+    @property
+    def num_value_heads(self) -> int:
+        return self.v.shape[2]
+
+    @property
+    def compute_dtype(self) -> torch.dtype:
+        return compute_dtype(self.q, self.k, self.v, self.initial_state)
+
+    def new_state(self, *leading: int) -> Tensor:
+        """Uninitialised storage [*leading, Hv, K, V] in the compute dtype."""
+        shape = (*leading, self.num_value_heads, self.k.shape[3], self.v.shape[3])
+        return torch.empty(shape, dtype=self.compute_dtype, device=self.k.device)
+
+
+class ScanResult(NamedTuple):
+    """o: [B, T, Hv, V] in v's dtype; final_state: [N, Hv, K, V]; saved: what the backend's backward wants kept."""
+
+    o: Tensor
+    final_state: Tensor
+    saved: Tensor
+
+
+class ScanGradients(NamedTuple):
+    """One gradient per tensor of the request, ``None`` where the request had ``None``."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    log_decay: Tensor | None
+    erase: Tensor | None
+    write: Tensor
+    initial_state: Tensor | None
+
+
+class Backend(Protocol):
+    """One implementation of the recurrence; see docs/backends.md for how to add one."""
+
+    name: str
+
+    def unavailable(self) -> str | None:
+        """Why this backend cannot run on this machine at all, or ``None``."""
+
+    def supports(self, request: ScanRequest) -> str | None:
+        """Why this backend cannot run this call, or ``None``."""
+
+    def saved_shape(self, request: ScanRequest) -> tuple[int, ...]:
+        """Shape of ``ScanResult.saved`` for an unpacked call that will be differentiated; sizes may be symbolic."""
+
+    def forward(self, request: ScanRequest, save: bool) -> ScanResult: ...
+
+    def backward(
+        self, request: ScanRequest, saved: Tensor, grad_o: Tensor, grad_final_state: Tensor | None
+    ) -> ScanGradients: ...
+
+
+def compute_dtype(*tensors: Tensor | None) -> torch.dtype:
+    """float64 if any tensor is, else float32: scans never accumulate in half precision."""
+    wide = any(t is not None and t.dtype == torch.float64 for t in tensors)
+    return torch.float64 if wide else torch.float32

@@ -1,0 +1,251 @@
+"""Input factories, the float64 oracle and error budgets: what a backend is held to, here and in your own tests.
+
+    inputs = efla.testing.make_inputs("gated_efla", length=100, kind="mixed_norms")
+    efla.testing.assert_matches_oracle(inputs, backend="my-backend")
+
+An error budget is never a number picked to pass: it is twice the error that an honest token-by-token run makes in the
+same precision on the same inputs, plus one rounding band.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from efla import rules
+from efla.errors import unknown_name
+from efla.scans.api import linear_attention
+from efla.scans.types import compute_dtype
+
+__all__ = [
+    "KINDS",
+    "ScanInputs",
+    "assert_close",
+    "assert_matches_oracle",
+    "make_inputs",
+    "oracle",
+    "run",
+]
+
+KINDS = {
+    "normal": "key norms between 0.4 and 1.4, where every rule is stable; gates spread over (0, 1)",
+    "mixed_norms": "key norms from 1e-18 to 1e18, mixed within each sequence",
+    "huge_keys": "every key of norm 1e18",
+    "tiny_keys": "every key of norm 1e-18",
+    "zero_keys": "all keys zero",
+    "repeated_key": "one key repeated at every position",
+    "stiff": "beta * lam = 1e4",
+    "open_gate": "log_gate exactly 0",
+    "nearly_open_gate": "log_gate = -1e-8",
+    "closed_gate": "log_gate = -80 at every fifth token",
+}
+
+# One rounding band, in units of the last place of the result's largest entry. A sum of K or C products in another order
+# moves a result by a few of these; a wrong formula moves it by millions.
+_BAND_ULPS = {torch.float64: 4096, torch.float32: 16, torch.bfloat16: 1, torch.float16: 1}
+
+
+@dataclass(frozen=True)
+class ScanInputs:
+    """Arguments of one call of :func:`efla.linear_attention`."""
+
+    rule: str
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    beta: Tensor | None
+    log_gate: Tensor | None
+    initial_state: Tensor | None
+    cu_seqlens: Tensor | None
+    qk_l2norm: bool = False
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The differentiable inputs by name."""
+        named = {name: getattr(self, name) for name in ("q", "k", "v", "beta", "log_gate", "initial_state")}
+        return {name: x for name, x in named.items() if x is not None}
+
+    def double(self) -> ScanInputs:
+        """The same numbers in float64."""
+        return replace(self, **{name: x.double() for name, x in self.tensors().items()})  # type: ignore[arg-type]
+
+    def call(self, backend: str, *, chunk_size: int = 64) -> tuple[Tensor, Tensor]:
+        """(o, final_state) by that backend."""
+        o, state = linear_attention(
+            self.q,
+            self.k,
+            self.v,
+            self.beta,
+            self.log_gate,
+            rule=self.rule,
+            initial_state=self.initial_state,
+            output_final_state=True,
+            cu_seqlens=self.cu_seqlens,
+            qk_l2norm=self.qk_l2norm,
+            chunk_size=chunk_size,
+            backend=backend,
+        )
+        assert state is not None
+        return o, state
+
+
+def make_inputs(
+    rule: str = "efla",
+    *,
+    kind: str = "normal",
+    batch: int = 2,
+    length: int = 100,
+    key_heads: int = 2,
+    value_heads: int = 2,
+    key_dim: int = 16,
+    value_dim: int = 16,
+    packed: Sequence[int] | None = None,
+    initial_state: bool = False,
+    qk_l2norm: bool = False,
+    dtype: torch.dtype = torch.float32,
+    device: str = "cpu",
+    seed: int = 0,
+) -> ScanInputs:
+    """Random inputs of the given kind (see ``KINDS``); ``packed`` lists the lengths of sequences packed into one row."""
+    if kind not in KINDS:
+        raise unknown_name("kind", kind, KINDS)
+    generator = torch.Generator().manual_seed(seed)
+    cu_seqlens = None
+    num_sequences = batch
+    if packed is not None:
+        batch, length, num_sequences = 1, sum(packed), len(packed)
+        cu_seqlens = torch.tensor([0, *torch.tensor(packed).cumsum(0).tolist()], dtype=torch.int32, device=device)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+    update_rule = rules.get(rule)
+    q = normal(batch, length, key_heads, key_dim)
+    direction = normal(batch, length, key_heads, key_dim)
+    norm = 0.4 + torch.rand(batch, length, key_heads, 1, generator=generator, dtype=torch.float64)
+    k = norm * direction / direction.norm(dim=-1, keepdim=True)
+    v = normal(batch, length, value_heads, value_dim)
+    beta = torch.rand(batch, length, value_heads, generator=generator, dtype=torch.float64)
+    log_gate = torch.nn.functional.logsigmoid(2 * normal(batch, length, value_heads))
+    state = normal(num_sequences, value_heads, key_dim, value_dim) if initial_state else None
+    k, beta, log_gate = _apply_kind(kind, k, beta, log_gate)
+
+    def cast(x: Tensor | None, to: torch.dtype) -> Tensor | None:
+        return None if x is None else x.to(device, to)
+
+    scalar_dtype = compute_dtype(q.to(dtype))
+    return ScanInputs(
+        rule=rule,
+        q=q.to(device, dtype),
+        k=k.to(device, dtype),
+        v=v.to(device, dtype),
+        beta=cast(beta, scalar_dtype) if update_rule.needs_beta else None,
+        log_gate=cast(log_gate, scalar_dtype) if update_rule.needs_gate else None,
+        initial_state=cast(state, scalar_dtype),
+        cu_seqlens=cu_seqlens,
+        qk_l2norm=qk_l2norm,
+    )
+
+
+def _apply_kind(kind: str, k: Tensor, beta: Tensor, log_gate: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    unit = k / k.norm(dim=-1, keepdim=True)
+    if kind == "mixed_norms":
+        exponents = torch.linspace(-18, 18, k.shape[1], dtype=k.dtype)
+        shuffled = exponents[torch.randperm(k.shape[1], generator=torch.Generator().manual_seed(1))]
+        k = unit * 10 ** shuffled[None, :, None, None]
+    elif kind == "huge_keys":
+        k = unit * 1e18
+    elif kind == "tiny_keys":
+        k = unit * 1e-18
+    elif kind == "zero_keys":
+        k = torch.zeros_like(k)
+    elif kind == "repeated_key":
+        k = unit[:, :1].expand_as(unit).clone()
+    elif kind == "stiff":
+        k = unit * 1e2
+        beta = torch.ones_like(beta)
+    elif kind == "open_gate":
+        log_gate = torch.zeros_like(log_gate)
+    elif kind == "nearly_open_gate":
+        log_gate = torch.full_like(log_gate, -1e-8)
+    elif kind == "closed_gate":
+        log_gate = log_gate.clone()
+        log_gate[:, ::5] = -80
+    return k, beta, log_gate
+
+
+def run(inputs: ScanInputs, backend: str, *, chunk_size: int = 64, gradients: bool = True) -> dict[str, Tensor]:
+    """Everything a call gives: "o", "final_state" and, as "grad_<input>", the gradient of each input.
+
+    The cotangents are random but the same for every backend and precision.
+    """
+    if not gradients:
+        o, state = inputs.call(backend, chunk_size=chunk_size)
+        return {"o": o, "final_state": state}
+    leaves = {name: x.detach().clone().requires_grad_() for name, x in inputs.tensors().items()}
+    o, state = replace(inputs, **leaves).call(backend, chunk_size=chunk_size)  # type: ignore[arg-type]
+    generator = torch.Generator().manual_seed(7)
+    cotangents = [torch.randn(x.shape, generator=generator, dtype=torch.float64).to(x.device) for x in (o, state)]
+    loss = sum((x.to(torch.float64) * c).sum() for x, c in zip((o, state), cotangents, strict=True))
+    assert isinstance(loss, Tensor)
+    grads = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True)
+    results = {"o": o.detach(), "final_state": state.detach()}
+    for (name, leaf), grad in zip(leaves.items(), grads, strict=True):
+        results[f"grad_{name}"] = torch.zeros_like(leaf) if grad is None else grad
+    return results
+
+
+def oracle(inputs: ScanInputs, *, gradients: bool = True) -> dict[str, Tensor]:
+    """The truth: the token-by-token recurrence in float64, differentiated by autograd."""
+    return run(inputs.double(), "reference", gradients=gradients)
+
+
+def assert_matches_oracle(
+    inputs: ScanInputs, backend: str, *, chunk_size: int = 64, gradients: bool = True, per_token: bool = False
+) -> None:
+    """Outputs, final state and all gradients of a backend are within the error budget of the float64 oracle."""
+    actual = run(inputs, backend, chunk_size=chunk_size, gradients=gradients)
+    honest = run(inputs, "reference", gradients=gradients)
+    assert_close(actual, oracle(inputs, gradients=gradients), honest, per_token=per_token)
+
+
+def assert_close(
+    actual: Mapping[str, Tensor],
+    expected: Mapping[str, Tensor],
+    honest: Mapping[str, Tensor],
+    *,
+    per_token: bool = False,
+) -> None:
+    """Each tensor's error is at most twice that of ``honest``, a plain run in the same precision, plus a rounding band.
+
+    Errors are measured against the tensor's largest entry, or, with ``per_token``, each row (last axis) against its own
+    largest entry: the sterner measure, for inputs whose tokens differ by many orders of magnitude.
+    """
+    problems = []
+    for name, truth in expected.items():
+        value, reference = actual[name], honest[name]
+        if value.shape != truth.shape:
+            problems.append(f"{name}: shape {list(value.shape)}, expected {list(truth.shape)}")
+            continue
+        if not torch.isfinite(value).all():
+            problems.append(f"{name}: {int((~torch.isfinite(value)).sum())} of {value.numel()} entries are not finite")
+            continue
+        error = _error(value, truth, per_token)
+        band = _BAND_ULPS[value.dtype] * torch.finfo(value.dtype).eps
+        budget = 2 * _error(reference, truth, per_token) + band
+        if not error <= budget:
+            problems.append(f"{name}: error {error:.2e}, budget {budget:.2e}")
+    if problems:
+        raise AssertionError("; ".join(problems))
+
+
+def _error(value: Tensor, truth: Tensor, per_token: bool) -> float:
+    if truth.numel() == 0:
+        return 0.0
+    difference, size = (value.double() - truth).abs(), truth.abs()
+    scale = size.amax(-1, keepdim=True) if per_token else size.max()
+    # What lies below the precision's smallest number counts as zero, and zero has no scale of its own.
+    representable = scale >= torch.finfo(value.dtype).tiny
+    return float((difference / torch.where(representable, scale, torch.ones_like(scale))).max())

@@ -1,0 +1,78 @@
+"""Every backend equals the float64 oracle: outputs, final state and all gradients, within the budget of efla.testing."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from efla.testing import assert_matches_oracle, make_inputs
+
+from .cases import BACKENDS, RULES, SHAPES
+
+pytestmark = pytest.mark.parametrize("backend", BACKENDS)
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_backend_matches_the_oracle(backend, rule, shape):
+    assert_matches_oracle(make_inputs(rule, **SHAPES[shape]), backend)
+
+
+@pytest.mark.parametrize("rule", ["efla", "gated_efla", "gated_delta", "ssd"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("shape", ["initial_state", "packed", "l2_norm"])
+def test_backend_matches_the_oracle_in_other_precisions(backend, rule, dtype, shape):
+    assert_matches_oracle(make_inputs(rule, dtype=dtype, **SHAPES[shape]), backend)
+
+
+@pytest.mark.parametrize("chunk_size", [16, 32, 128, 256])
+@pytest.mark.parametrize("rule", ["efla", "gated_efla"])
+def test_the_chunk_size_changes_nothing(backend, rule, chunk_size):
+    assert_matches_oracle(make_inputs(rule, length=150, initial_state=True), backend, chunk_size=chunk_size)
+
+
+@pytest.mark.parametrize("rule", ["efla", "gated_efla"])
+def test_non_contiguous_inputs(backend, rule):
+    inputs = make_inputs(rule, batch=3, length=40, key_heads=2, value_heads=4)
+    expected_o, expected_state = inputs.call(backend)
+    strided = {name: _strided(x) for name, x in inputs.tensors().items()}
+    assert not any(x.is_contiguous() for x in strided.values())
+    from dataclasses import replace
+
+    o, state = replace(inputs, **strided).call(backend)
+    torch.testing.assert_close(o, expected_o, rtol=0, atol=0)
+    torch.testing.assert_close(state, expected_state, rtol=0, atol=0)
+
+
+def _strided(x: torch.Tensor) -> torch.Tensor:
+    """The same values as every second entry of a larger buffer whose first two axes are swapped."""
+    buffer = torch.full((x.shape[1], x.shape[0], *x.shape[2:-1], 2 * x.shape[-1]), torch.nan, dtype=x.dtype)
+    view = buffer.transpose(0, 1)[..., ::2]
+    view.copy_(x)
+    return view
+
+
+@pytest.mark.parametrize("rule", ["efla", "gated_efla", "ssd"])
+def test_gradcheck(backend, rule):
+    inputs = make_inputs(
+        rule, batch=1, length=18, key_heads=1, value_heads=2, key_dim=3, value_dim=2, initial_state=True,
+        dtype=torch.float64,
+    )  # fmt: skip
+    from dataclasses import replace
+
+    names = list(inputs.tensors())
+
+    def function(*leaves):
+        return replace(inputs, **dict(zip(names, leaves, strict=True))).call(backend, chunk_size=16)
+
+    leaves = [x.requires_grad_() for x in inputs.tensors().values()]
+    assert torch.autograd.gradcheck(function, leaves)
+
+
+@pytest.mark.parametrize("rule", ["efla", "gated_delta"])
+def test_an_empty_sequence_keeps_its_state(backend, rule):
+    inputs = make_inputs(rule, length=0, initial_state=True)
+    o, state = inputs.call(backend)
+    assert o.shape == inputs.v.shape
+    assert inputs.initial_state is not None
+    torch.testing.assert_close(state, inputs.initial_state, rtol=0, atol=0)

@@ -1,0 +1,70 @@
+"""Inputs that break naive code: finite, and equal to float64 within the budget, gradients too."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import efla
+from efla.testing import KINDS, assert_matches_oracle, make_inputs, oracle, run
+
+from .cases import BACKENDS, CONTRACTIVE, RULES
+
+pytestmark = pytest.mark.parametrize("backend", BACKENDS)
+
+# With these keys an expansive rule overflows in exact arithmetic too, after a few tokens.
+STIFF = {"mixed_norms", "huge_keys", "stiff"}
+COMBINATIONS = [(kind, rule) for kind in KINDS for rule in RULES if kind not in STIFF or rule in CONTRACTIVE]
+
+
+@pytest.mark.parametrize(("kind", "rule"), COMBINATIONS)
+def test_hard_inputs_match_the_oracle(backend, kind, rule):
+    assert_matches_oracle(make_inputs(rule, kind=kind, length=100, initial_state=True), backend)
+
+
+@pytest.mark.parametrize("rule", ["efla", "implicit_euler", "gated_efla", "gated_efla_log"])
+@pytest.mark.parametrize("kind", ["mixed_norms", "huge_keys", "tiny_keys", "stiff"])
+def test_gradients_of_keys_are_right_token_by_token_over_36_orders_of_magnitude(backend, rule, kind):
+    inputs = make_inputs(rule, kind=kind, length=100, key_heads=1, value_heads=1)
+    got, expected = run(inputs, backend)["grad_k"].double(), oracle(inputs)["grad_k"]
+    error = (got - expected).abs().amax(-1) / expected.abs().amax(-1)
+    assert float(error.max()) <= 2e-4
+
+
+@pytest.mark.parametrize("rule", ["delta", "efla", "gated_efla"])
+def test_one_key_repeated_4096_times(backend, rule):
+    shape = {"batch": 1, "key_heads": 1, "value_heads": 1, "key_dim": 8, "value_dim": 8}
+    assert_matches_oracle(make_inputs(rule, kind="repeated_key", length=4096, **shape), backend)
+
+
+@pytest.mark.parametrize("rule", ["efla", "gated_efla"])
+def test_sixteen_thousand_tokens(backend, rule):
+    shape = {"batch": 1, "key_heads": 1, "value_heads": 1, "key_dim": 8, "value_dim": 8}
+    assert_matches_oracle(make_inputs(rule, length=16_384, **shape), backend)
+
+
+@pytest.mark.parametrize("rule", ["efla", "implicit_euler", "crank_nicolson", "gated_efla", "gated_efla_log"])
+def test_beta_of_1e4_on_keys_of_norm_1e18_is_one_over_lam(backend, rule):
+    """beta * lam = 1e40 overflows float32; the step must still replace what the key stores, not ignore it."""
+    k = torch.zeros(1, 1, 1, 4)
+    k[..., 0] = 1e18
+    v = torch.tensor([[[[2.0, -3.0]]]])
+    gate = torch.zeros(1, 1, 1) if efla.rules.get(rule).needs_gate else None
+    state = torch.full((1, 1, 4, 2), 1e-18)
+    o, _ = efla.linear_attention(
+        k, k, v, torch.full((1, 1, 1), 1e4), gate, rule=rule, initial_state=state, scale=1.0, backend=backend
+    )
+    # Crank-Nicolson reflects what was stored: v + (v - old) = 2 v - 1; the others forget it.
+    expected = 2 * v - 1 if rule == "crank_nicolson" else v
+    torch.testing.assert_close(o, expected, rtol=1e-5, atol=0)
+
+
+def test_nan_stays_in_its_own_sequence(backend):
+    inputs = make_inputs("gated_efla", packed=[30, 70, 20], initial_state=True)
+    clean_o, clean_state = inputs.call(backend)
+    inputs.k[:, 40] = torch.nan
+    o, state = inputs.call(backend)
+    others = torch.cat([torch.arange(30), torch.arange(100, 120)])
+    assert torch.isnan(o[:, 45]).all()
+    torch.testing.assert_close(o[:, others], clean_o[:, others], rtol=0, atol=0)
+    torch.testing.assert_close(state[[0, 2]], clean_state[[0, 2]], rtol=0, atol=0)

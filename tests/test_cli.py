@@ -1,0 +1,55 @@
+"""The command line as a person meets it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+import efla
+from efla import cli
+from efla.commands import doctor as doctor_module
+
+
+def test_help_lists_every_command(capsys):
+    assert cli.main(["--help"]) == 0
+    shown = capsys.readouterr().out
+    assert all(name in shown for name in cli.COMMANDS)
+
+
+@pytest.mark.parametrize("command", cli.COMMANDS)
+def test_every_command_explains_itself(command, capsys):
+    with pytest.raises(SystemExit) as exit_info:
+        cli.main([command, "--help"])
+    assert exit_info.value.code == 0
+    assert f"efla {command}" in capsys.readouterr().out
+
+
+def test_an_unknown_command_offers_the_nearest(capsys):
+    assert cli.main(["docter"]) == 2
+    assert "did you mean 'doctor'" in capsys.readouterr().err
+
+
+def test_module_and_command_are_the_same():
+    done = subprocess.run([sys.executable, "-m", "efla", "--version"], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == f"efla {efla.__version__}"
+
+
+def test_doctor_finds_every_backend_right(capsys):
+    assert cli.main(["doctor"]) == 0
+    shown = capsys.readouterr().out
+    assert "right in" in shown
+    assert all(name in shown for name in efla.backends())
+
+
+def test_doctor_reports_a_backend_that_is_wrong(monkeypatch, capsys):
+    from efla.scans.backends import chunked
+
+    true_forward = chunked.forward
+    monkeypatch.setattr(chunked, "forward", lambda request, save: true_forward(request, save)._replace(
+        final_state=true_forward(request, save).final_state * 1.001
+    ))  # fmt: skip
+    assert doctor_module.check_backend("chunked").problem is not None
+    assert cli.main(["doctor"]) == 1
+    assert "WRONG" in capsys.readouterr().out
