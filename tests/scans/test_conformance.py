@@ -69,6 +69,12 @@ def test_gradcheck(backend, rule):
     assert torch.autograd.gradcheck(function, leaves)
 
 
+def test_an_empty_batch(backend):
+    o, state = make_inputs("gated_efla", batch=0, length=5, initial_state=True).call(backend)
+    assert o.shape == (0, 5, 2, 16)
+    assert state.shape == (0, 2, 16, 16)
+
+
 @pytest.mark.parametrize("rule", ["efla", "gated_delta"])
 def test_an_empty_sequence_keeps_its_state(backend, rule):
     inputs = make_inputs(rule, length=0, initial_state=True)

@@ -59,6 +59,25 @@ def test_beta_of_1e4_on_keys_of_norm_1e18_is_one_over_lam(backend, rule):
     torch.testing.assert_close(o, expected, rtol=1e-5, atol=0)
 
 
+@pytest.mark.parametrize("rule", ["ssd", "gated_delta", "gated_efla", "gated_efla_log"])
+def test_a_gate_of_exactly_zero_forgets_everything(backend, rule):
+    inputs = make_inputs(rule, length=40, initial_state=True)
+    inputs.log_gate[:, 20] = -torch.inf
+    o, state = inputs.call(backend)
+    expected_o, expected_state = inputs.double().call("reference")
+    torch.testing.assert_close(o.double(), expected_o, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(state.double(), expected_state, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("rule", ["ssd", "gated_delta", "gated_efla", "gated_efla_log"])
+@pytest.mark.parametrize("kind", ["normal", "closed_gate", "tiny_keys"])
+def test_gradients_of_gates_are_right_token_by_token(backend, rule, kind):
+    inputs = make_inputs(rule, kind=kind, length=100, key_heads=1, value_heads=1)
+    got, expected = run(inputs, backend)["grad_log_gate"].double(), oracle(inputs)["grad_log_gate"]
+    error = (got - expected).abs() / expected.abs().clamp(min=torch.finfo(torch.float32).tiny)
+    assert float(error.max()) <= 2e-4
+
+
 def test_nan_stays_in_its_own_sequence(backend):
     inputs = make_inputs("gated_efla", packed=[30, 70, 20], initial_state=True)
     clean_o, clean_state = inputs.call(backend)

@@ -41,7 +41,10 @@ def test_the_adjoint_recurrence_equals_autograd(packed):
         for x in (inputs.q, inputs.k, inputs.v, log_decay, erase, write, inputs.initial_state)
     ]
     q, k, v, log_decay, erase, write, initial_state = leaves
-    request = ScanRequest(q, k, v, log_decay, erase, write, 0.3, initial_state, inputs.cu_seqlens, 64)
+    request = ScanRequest(
+        q=q, k=k, v=v, log_decay=log_decay, erase=erase, write=write, scale=0.3, initial_state=initial_state,
+        cu_seqlens=inputs.cu_seqlens, chunk_size=64,
+    )  # fmt: skip
     result = reference.forward(request)
     grad_o, grad_state = torch.randn_like(result.o), torch.randn_like(result.final_state)
     expected = torch.autograd.grad((result.o, result.final_state), leaves, (grad_o, grad_state))

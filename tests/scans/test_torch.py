@@ -88,7 +88,7 @@ def test_autocast_does_not_reach_inside(backend, rule):
     torch.testing.assert_close(got, expected, rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", ALL_BACKENDS)
 @pytest.mark.parametrize("packed", [None, [5, 0, 20]], ids=["dense", "packed"])
 def test_operator_passes_opcheck(backend, packed):
     leaves, cu_seqlens = leaves_of(25, packed=packed, initial_state=True)

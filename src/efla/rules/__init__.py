@@ -21,10 +21,15 @@ _RULES: dict[str, UpdateRule] = {}
 def register(rule: UpdateRule) -> UpdateRule:
     """Make a rule known by its name, so that ``rule="its-name"`` finds it everywhere."""
     known = _RULES.get(rule.name)
-    if known is not None and type(known) is not type(rule):
+    if known is not None and _origin(known) != _origin(rule):
         raise ValueError(f"a rule named {rule.name!r} is registered already ({known!r}); choose another name")
     _RULES[rule.name] = rule
     return rule
+
+
+def _origin(rule: UpdateRule) -> tuple[str, str]:
+    """Where a rule's class stands; a cell of a notebook that is run again defines it anew in the same place."""
+    return type(rule).__module__, type(rule).__qualname__
 
 
 def get(rule: str | UpdateRule) -> UpdateRule:

@@ -8,10 +8,11 @@ from torch import Tensor
 from efla import rules
 from efla.rules import UpdateRule
 from efla.scans import validation
-from efla.scans.backends import choose_backend
+from efla.scans.backends import choose_backend, native
+from efla.scans.fused_ops import run_fused
 from efla.scans.keys import l2_normalize, squared_norm, widest
 from efla.scans.torch_ops import run_scan, without_autocast
-from efla.scans.types import ScanRequest, compute_dtype
+from efla.scans.types import Backend, FusedRequest, ScanRequest, compute_dtype
 
 
 def linear_attention(
@@ -29,6 +30,7 @@ def linear_attention(
     qk_l2norm: bool = False,
     chunk_size: int = 64,
     backend: str = "auto",
+    inplace_state: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
     """Linear attention by any rule: turns (beta, k.k, log_gate) into a step's three scalars and scans the tokens.
 
@@ -40,21 +42,48 @@ def linear_attention(
     scale: default K**-0.5. initial_state: [N, Hv, K, V], float32 or wider, zero if absent.
     cu_seqlens: [N + 1] borders of N sequences packed into one row (B = 1).
     qk_l2norm: q / sqrt(q.q + 1e-6) and k likewise, inside the call. backend: see :func:`efla.backends`.
+    inplace_state: the final state may overwrite initial_state, which saves a copy per decoded token; not with gradients.
     """
     update_rule = rules.get(rule)
     if validation.validation_enabled():
         validation.check_qkv(q, k, v)
         validation.check_rule_inputs(update_rule, beta, log_gate, v)
         validation.check_call(k, v, initial_state, cu_seqlens, chunk_size)
+    chosen = choose_backend(backend, k, v)
+    scale = _default_scale(scale, k)
     dtype = compute_dtype(q, k, v, initial_state)
+    if chosen.name == "native" and native.fuses(update_rule):
+        fused = FusedRequest(
+            q=q,
+            k=k,
+            v=v,
+            rule=update_rule.name,
+            beta=beta if beta is None or beta.dtype == dtype else beta.to(dtype),
+            log_gate=log_gate if log_gate is None or log_gate.dtype == dtype else log_gate.to(dtype),
+            qk_l2norm=qk_l2norm,
+            scale=scale,
+            initial_state=initial_state,
+            cu_seqlens=cu_seqlens,
+        )
+        result = run_fused(fused, in_place=inplace_state)
+        return result.o, result.final_state if output_final_state else None
     with without_autocast(k):
         if qk_l2norm:
             q, k = l2_normalize(q.to(dtype)), l2_normalize(k.to(dtype))
         log_decay, erase, write = _step_coefficients(update_rule, k.to(dtype), v, beta, log_gate)
     request = ScanRequest(
-        q, k, v, log_decay, erase, write, _default_scale(scale, k), initial_state, cu_seqlens, chunk_size
+        q=q,
+        k=k,
+        v=v,
+        log_decay=log_decay,
+        erase=erase,
+        write=write,
+        scale=scale,
+        initial_state=initial_state,
+        cu_seqlens=cu_seqlens,
+        chunk_size=chunk_size,
     )
-    return _run(request, output_final_state, backend)
+    return _run(request, output_final_state, chosen)
 
 
 def scan(
@@ -92,9 +121,18 @@ def scan(
     dtype = compute_dtype(q, k, v, initial_state)
     log_decay, erase, write = (None if x is None else x.to(dtype) for x in (log_decay, erase, write))  # type: ignore[assignment]
     request = ScanRequest(
-        q, k, v, log_decay, erase, write, _default_scale(scale, k), initial_state, cu_seqlens, chunk_size
+        q=q,
+        k=k,
+        v=v,
+        log_decay=log_decay,
+        erase=erase,
+        write=write,
+        scale=_default_scale(scale, k),
+        initial_state=initial_state,
+        cu_seqlens=cu_seqlens,
+        chunk_size=chunk_size,
     )
-    return _run(request, output_final_state, backend)
+    return _run(request, output_final_state, choose_backend(backend, k, v))
 
 
 def _step_coefficients(
@@ -112,11 +150,10 @@ def _default_scale(scale: float | None, k: Tensor) -> float:
     return float(k.shape[3] ** -0.5 if scale is None else scale)
 
 
-def _run(request: ScanRequest, output_final_state: bool, backend: str) -> tuple[Tensor, Tensor | None]:
-    chosen = choose_backend(backend, request)
-    if chosen.name == "reference" and not torch.compiler.is_compiling():
+def _run(request: ScanRequest, output_final_state: bool, backend: Backend) -> tuple[Tensor, Tensor | None]:
+    if backend.name == "reference" and not torch.compiler.is_compiling():
         with without_autocast(request.k):
-            result = chosen.forward(request, save=False)
+            result = backend.forward(request, save=False)
     else:
-        result = run_scan(request, chosen.name)
+        result = run_scan(request, backend.name)
     return result.o, result.final_state if output_final_state else None

@@ -1,7 +1,8 @@
 """The scan as torch operators: schema, fake kernel and autograd formula, the same for every backend.
 
 Registered at import, before any tracing, so that ``torch.compile(fullgraph=True)`` sees one opaque differentiable
-operator whatever the length. Imports no optional package.
+operator whatever the length. Imports no optional package. :mod:`efla.scans.fused_ops` does the same for backends that
+work out the rule's scalars themselves.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ def scan_op(
     save: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(o, final_state, saved) of the recurrence; ``saved`` is empty unless ``save``."""
-    request = ScanRequest(q, k, v, log_decay, erase, write, scale, initial_state, cu_seqlens, chunk_size)
+    request = _request(q, k, v, log_decay, erase, write, initial_state, cu_seqlens, scale, chunk_size)
     with without_autocast(k):
         o, final_state, saved = get_backend(backend).forward(request, save)
     return o, final_state, saved
@@ -37,14 +38,14 @@ def scan_op(
 
 @scan_op.register_fake
 def _(q, k, v, log_decay, erase, write, initial_state, cu_seqlens, scale, chunk_size, backend, save):  # type: ignore[no-untyped-def]
-    request = ScanRequest(q, k, v, log_decay, erase, write, scale, initial_state, cu_seqlens, chunk_size)
-    saved = request.new_state(0)
-    if save:
+    request = _request(q, k, v, log_decay, erase, write, initial_state, cu_seqlens, scale, chunk_size)
+    size: int | torch.SymInt = 0
+    if save and cu_seqlens is not None:
         # How many chunks a packed batch has depends on its borders, which a fake tensor does not hold.
-        if cu_seqlens is not None:
-            saved = request.new_state(torch.library.get_ctx().new_dynamic_size())  # type: ignore[arg-type]
-        else:
-            saved = k.new_empty(get_backend(backend).saved_shape(request), dtype=request.compute_dtype)
+        size = torch.library.get_ctx().new_dynamic_size()
+    elif save:
+        size = get_backend(backend).saved_size(k, v, chunk_size)
+    saved = k.new_empty(size, dtype=request.compute_dtype)
     return v.new_empty(v.shape), request.new_state(request.num_sequences), saved
 
 
@@ -66,10 +67,10 @@ def scan_backward_op(
     backend: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Gradients of q, k, v, log_decay, erase, write, initial_state; empty for those that were ``None``."""
-    request = ScanRequest(q, k, v, log_decay, erase, write, scale, initial_state, cu_seqlens, chunk_size)
+    request = _request(q, k, v, log_decay, erase, write, initial_state, cu_seqlens, scale, chunk_size)
     with without_autocast(k):
         grads = get_backend(backend).backward(request, saved, grad_o, grad_final_state)
-    q, k, v, log_decay, erase, write, initial_state = (k.new_empty(0) if grad is None else grad for grad in grads)
+    q, k, v, log_decay, erase, write, initial_state = (empty_if_none(grad, k) for grad in grads)
     return q, k, v, log_decay, erase, write, initial_state
 
 
@@ -103,10 +104,45 @@ scan_op.register_autograd(_backward, setup_context=_setup_context)
 def run_scan(request: ScanRequest, backend: str) -> ScanResult:
     """Run a validated request through the operator; keeps for the backward pass only what one will need."""
     tensors = (request.q, request.k, request.v, request.log_decay, request.erase, request.write, request.initial_state)
-    save = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+    save = needs_gradient(*tensors)
     return ScanResult(*scan_op(*tensors, request.cu_seqlens, request.scale, request.chunk_size, backend, save))
+
+
+def needs_gradient(*tensors: Tensor | None) -> bool:
+    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+
+
+def empty_if_none(grad: Tensor | None, like: Tensor) -> Tensor:
+    """Operators return tensors only: an absent gradient is an empty one."""
+    return like.new_empty(0) if grad is None else grad
 
 
 def without_autocast(x: Tensor) -> torch.autocast:
     """Switches autocast off: casting the inputs alone does not keep it from recasting inside."""
     return torch.autocast(x.device.type, enabled=False)
+
+
+def _request(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor | None,
+    erase: Tensor | None,
+    write: Tensor,
+    initial_state: Tensor | None,
+    cu_seqlens: Tensor | None,
+    scale: float,
+    chunk_size: int,
+) -> ScanRequest:
+    return ScanRequest(
+        q=q,
+        k=k,
+        v=v,
+        log_decay=log_decay,
+        erase=erase,
+        write=write,
+        initial_state=initial_state,
+        cu_seqlens=cu_seqlens,
+        scale=scale,
+        chunk_size=chunk_size,
+    )

@@ -9,26 +9,16 @@ import torch
 from torch import Tensor
 
 
-@dataclass(frozen=True)
-class ScanRequest:
-    """One validated call of the recurrence
-
-        S_t = exp(log_decay_t) (I - erase_t k_t k_t^T) S_{t-1} + write_t k_t v_t^T,    o_t = scale S_t^T q_t.
-
-    q, k: [B, T, Hk, K]; v: [B, T, Hv, V]; log_decay, erase, write: [B, T, Hv], in the compute dtype.
-    ``log_decay=None`` means no decay, ``erase=None`` means nothing is erased.
-    """
+@dataclass(frozen=True, kw_only=True)
+class _Request:
+    """What every call has: q, k: [B, T, Hk, K]; v: [B, T, Hv, V]."""
 
     q: Tensor
     k: Tensor
     v: Tensor
-    log_decay: Tensor | None
-    erase: Tensor | None
-    write: Tensor
     scale: float
     initial_state: Tensor | None  # [N, Hv, K, V]
     cu_seqlens: Tensor | None  # [N + 1]
-    chunk_size: int
 
     @property
     def num_sequences(self) -> int:
@@ -48,8 +38,34 @@ class ScanRequest:
         return torch.empty(shape, dtype=self.compute_dtype, device=self.k.device)
 
 
+@dataclass(frozen=True, kw_only=True)
+class ScanRequest(_Request):
+    """One validated call of the recurrence
+
+        S_t = exp(log_decay_t) (I - erase_t k_t k_t^T) S_{t-1} + write_t k_t v_t^T,    o_t = scale S_t^T q_t
+
+    with log_decay, erase, write: [B, T, Hv] in the compute dtype.
+    ``log_decay=None`` means no decay, ``erase=None`` means nothing is erased.
+    """
+
+    log_decay: Tensor | None
+    erase: Tensor | None
+    write: Tensor
+    chunk_size: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class FusedRequest(_Request):
+    """The same call before its scalars are worked out, for backends that do that inside: beta, log_gate: [B, T, Hv]."""
+
+    rule: str
+    beta: Tensor | None
+    log_gate: Tensor | None
+    qk_l2norm: bool
+
+
 class ScanResult(NamedTuple):
-    """o: [B, T, Hv, V] in v's dtype; final_state: [N, Hv, K, V]; saved: what the backend's backward wants kept."""
+    """o: [B, T, Hv, V] in v's dtype; final_state: [N, Hv, K, V]; saved: flat, what the backend's backward wants kept."""
 
     o: Tensor
     final_state: Tensor
@@ -68,6 +84,17 @@ class ScanGradients(NamedTuple):
     initial_state: Tensor | None
 
 
+class FusedGradients(NamedTuple):
+    """One gradient per tensor of a fused request, ``None`` where the request had ``None``."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    beta: Tensor | None
+    log_gate: Tensor | None
+    initial_state: Tensor | None
+
+
 class Backend(Protocol):
     """One implementation of the recurrence; see docs/backends.md for how to add one."""
 
@@ -76,11 +103,11 @@ class Backend(Protocol):
     def unavailable(self) -> str | None:
         """Why this backend cannot run on this machine at all, or ``None``."""
 
-    def supports(self, request: ScanRequest) -> str | None:
-        """Why this backend cannot run this call, or ``None``."""
+    def supports(self, k: Tensor, v: Tensor) -> str | None:
+        """Why this backend cannot run a call with these keys and values, or ``None``."""
 
-    def saved_shape(self, request: ScanRequest) -> tuple[int, ...]:
-        """Shape of ``ScanResult.saved`` for an unpacked call that will be differentiated; sizes may be symbolic."""
+    def saved_size(self, k: Tensor, v: Tensor, chunk_size: int) -> int:
+        """Elements of ``ScanResult.saved`` for an unpacked call that will be differentiated; sizes may be symbolic."""
 
     def forward(self, request: ScanRequest, save: bool) -> ScanResult: ...
 

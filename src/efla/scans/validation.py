@@ -1,7 +1,7 @@
 """Checks of the caller's input, each with what was expected, what came and what to do.
 
-Shapes, dtypes and devices are always checked. Values (beta >= 0, log_gate <= 0, sane cu_seqlens) are checked where
-looking at them is free of a device synchronisation; see :func:`set_validation`.
+Shapes, dtypes and devices are checked unless validation is switched off. Values (beta >= 0, log_gate <= 0, sane
+cu_seqlens) are checked where looking at them needs no device synchronisation; see :func:`set_validation`.
 """
 
 from __future__ import annotations

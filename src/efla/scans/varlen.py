@@ -21,7 +21,8 @@ def sequence_borders(batch: int, length: int, cu_seqlens: Tensor | None) -> list
 class ChunkGroup:
     """Some consecutive steps of a plan: chunks in step-major order.
 
-    ``tokens`` [M, C] indexes the flattened token axis; entries where ``is_padding`` [M, C] are meaningless.
+    ``tokens`` [M, C] indexes the flattened token axis; entries where ``is_padding`` [M, C] are meaningless, and
+    ``real`` lists the others' places in it, flattened (both ``None`` if there is no padding).
     ``num_active[i]`` chunks belong to the group's i-th step; they are those of the first sequences of the plan's order.
     """
 
@@ -29,6 +30,7 @@ class ChunkGroup:
     num_active: list[int]
     tokens: Tensor
     is_padding: Tensor | None
+    real: Tensor | None
 
     def steps(self) -> Iterator[slice]:
         """For each step, where its chunks stand in the group."""
@@ -61,7 +63,7 @@ class ChunkPlan:
 
     def groups(self, max_chunks: int, device: torch.device) -> Iterator[ChunkGroup]:
         """Groups of consecutive steps with at most ``max_chunks`` chunks (at least one step) each."""
-        offsets = torch.arange(self.chunk_size, device=device)
+        offsets = torch.arange(self.chunk_size)
         longest = self.lengths[0] if self.lengths else 0
         first_chunk, running, step = 0, len(self.lengths), 0
         while step * self.chunk_size < longest:
@@ -78,11 +80,13 @@ class ChunkPlan:
                 starts += [start + position for start in self.starts[:running]]
                 counts += [min(length - position, self.chunk_size) for length in self.lengths[:running]]
                 step += 1
-            tokens = torch.tensor(starts, device=device)[:, None] + offsets
-            is_padding = None
+            # Made on the host and sent over: nothing here waits for the device.
+            tokens = torch.tensor(starts)[:, None] + offsets
+            is_padding = real = None
             if min(counts) < self.chunk_size:
-                counts_column = torch.tensor(counts, device=device)[:, None]
-                is_padding = offsets >= counts_column
+                is_padding = offsets >= torch.tensor(counts)[:, None]
                 tokens = torch.where(is_padding, tokens[:, :1], tokens)
-            yield ChunkGroup(first_chunk, num_active, tokens, is_padding)
+                real = torch.nonzero(~is_padding.flatten()).flatten().to(device)
+                is_padding = is_padding.to(device)
+            yield ChunkGroup(first_chunk, num_active, tokens.to(device), is_padding, real)
             first_chunk += len(starts)

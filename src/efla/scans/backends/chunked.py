@@ -27,6 +27,8 @@ from efla.scans.varlen import ChunkGroup, ChunkPlan, sequence_borders
 
 name = "chunked"
 
+# exp of it is zero in every precision; a log_decay of -inf is brought up to it, since -inf - -inf is no number.
+_CLOSED = -1e4
 # Largest [M, H, C, C] temporary, in elements.
 _GROUP_ELEMENTS = 1 << 21
 
@@ -35,14 +37,14 @@ def unavailable() -> str | None:
     return None
 
 
-def supports(request: ScanRequest) -> str | None:
+def supports(k: Tensor, v: Tensor) -> str | None:
     return None
 
 
-def saved_shape(request: ScanRequest) -> tuple[int, ...]:
-    """States before each chunk: [num_chunks, Hv, K, V]."""
-    batch, length, _, key_dim = request.k.shape
-    return (batch * -(-length // request.chunk_size), request.num_value_heads, key_dim, request.v.shape[3])
+def saved_size(k: Tensor, v: Tensor, chunk_size: int) -> int:
+    """States before each chunk: [num_chunks, Hv, K, V], flat."""
+    batch, length, _, key_dim = k.shape
+    return batch * -(-length // chunk_size) * v.shape[2] * key_dim * v.shape[3]
 
 
 def forward(request: ScanRequest, save: bool) -> ScanResult:
@@ -70,13 +72,14 @@ def forward(request: ScanRequest, save: bool) -> ScanResult:
             borders[group.first_chunk : group.first_chunk + len(before)] = before
     final = torch.empty_like(state)
     final[plan.order] = state
-    return ScanResult(o, final, borders)
+    return ScanResult(o, final, borders.flatten())
 
 
 def backward(request: ScanRequest, saved: Tensor, grad_o: Tensor, grad_final_state: Tensor | None) -> ScanGradients:
     """Adjoint of :func:`forward`, groups in reverse (docs/derivations.md, section 6)."""
     plan = _plan(request)
     grads = _GradientBuffers(request)
+    states = saved.view(-1, request.num_value_heads, request.k.shape[3], request.v.shape[3])
     d_state = request.new_state(len(plan.order))
     if grad_final_state is None:
         d_state.zero_()
@@ -84,7 +87,7 @@ def backward(request: ScanRequest, saved: Tensor, grad_o: Tensor, grad_final_sta
         d_state.copy_(grad_final_state[plan.order])
     for group in reversed(list(_groups(plan, request))):
         chunks = _Chunks.load(request, group)
-        before = saved[group.first_chunk : group.first_chunk + group.tokens.shape[0]]
+        before = states[group.first_chunk : group.first_chunk + group.tokens.shape[0]]
         d_o = request.scale * chunks.gather(grad_o)
         updates, weights = chunks.solve()
         written = updates if weights is None else updates - weights @ before
@@ -104,24 +107,31 @@ def backward(request: ScanRequest, saved: Tensor, grad_o: Tensor, grad_final_sta
             active.copy_(d_before[now])
 
         d_rhs = d_written
-        if weights is not None:
-            d_rhs = torch.linalg.solve_triangular(chunks.mixing().mT, d_written, upper=True, unitriangular=True)
-        d_attention = (d_o @ written.mT).mul_(chunks.causal_decay())
+        read = d_o @ written.mT  # [M, H, C, C]: how much token i's gradient reads of token j's writing
+        d_attention = read * chunks.causal_decay()
         d_q = (d_o @ before.mT).mul_(chunks.decay_from_start) + d_attention @ chunks.k
-        d_k = (written @ d_after.mT).mul_(chunks.decay_to_end) + d_attention.mT @ chunks.q
-        d_erase = None
+        d_k_kept = (written @ d_after.mT).mul_(chunks.decay_to_end)
+        d_k = d_k_kept + d_attention.mT @ chunks.q
+        d_erase = mixing = mixed = None
         if chunks.erase is not None:
-            d_mixing = (-d_rhs @ written.mT).mul_(chunks.causal_decay()).tril_(-1)
+            mixing = chunks.mixing()
+            d_rhs = torch.linalg.solve_triangular(mixing.mT, d_written, upper=True, unitriangular=True)
+            mixed = d_rhs @ written.mT
+            d_mixing = -(mixed * chunks.causal_decay()).tril_(-1)
             d_erased_k = d_mixing @ chunks.k - (d_rhs @ before.mT).mul_(chunks.decay_from_start)
             d_k += d_mixing.mT @ chunks.erased_k + chunks.erase * d_erased_k
             d_erase = (d_erased_k * chunks.k).sum(-1)
         d_write = (d_rhs * chunks.v).sum(-1)
         d_log_decay = None
         if request.log_decay is not None:
-            # <dS0, S0> is the first token's; each token then hands on what it neither reads nor writes.
-            spent = (chunks.q * d_q).sum(-1) - chunks.write[..., 0] * d_write
-            start = (d_before * before).sum((-1, -2))
-            d_log_decay = start[..., None] - (spent.cumsum(-1) - spent)
+            started = ((chunks.q_from_start @ before) * d_o).sum(-1)
+            crossing = attention * read
+            if mixing is not None and mixed is not None:
+                started -= ((chunks.decay_from_start * chunks.erased_k @ before) * d_rhs).sum(-1)
+                crossing -= mixing * mixed
+            kept = (d_k_kept * chunks.k).sum(-1)
+            passed = (chunks.decay_all * d_after * before).sum((-1, -2))
+            d_log_decay = _crossing_sums(passed, started, kept, crossing)
         grads.add(chunks, d_q, d_k, chunks.write * d_rhs, d_log_decay, d_erase, d_write)
     d_initial = None
     if request.initial_state is not None:
@@ -130,10 +140,26 @@ def backward(request: ScanRequest, saved: Tensor, grad_o: Tensor, grad_final_sta
     return grads.finish(d_initial)
 
 
+def _crossing_sums(passed: Tensor, started: Tensor, kept: Tensor, crossing: Tensor) -> Tensor:
+    """Gradient of each token's log_decay: all that its decay multiplies, summed without subtracting (derivations, 6.3).
+
+    Token t's decay lies between what was before it and what reads from it on:
+
+        passed + sum_{r >= t} started_r + sum_{s < t} kept_s + sum_{r >= t > s} crossing_rs
+
+    passed [M, H]: from the chunk's first state to its last; started [M, H, C]: from the first state to token r;
+    kept [M, H, C]: from token s to the last state; crossing [M, H, C, C]: from token s to token r.
+    """
+    from_here = started.flip(-1).cumsum(-1).flip(-1)
+    until_here = torch.nn.functional.pad(kept.cumsum(-1)[..., :-1], (1, 0))
+    between = torch.nn.functional.pad(crossing.cumsum(-1)[..., :-1], (1, 0)).tril_().sum(-2)
+    return passed[..., None] + from_here + until_here + between
+
+
 def _plan(request: ScanRequest) -> ChunkPlan:
     batch, length = request.k.shape[:2]
     borders = sequence_borders(batch, length, request.cu_seqlens)
-    longest = max(end - start for start, end in pairwise(borders))
+    longest = max((end - start for start, end in pairwise(borders)), default=0)
     # Short sequences need no long chunk; they are one chunk either way.
     return ChunkPlan.build(borders, min(request.chunk_size, max(16, 1 << max(longest - 1, 0).bit_length())))
 
@@ -173,7 +199,7 @@ class _Chunks:
         if request.log_decay is not None:
             # float64 where the device has it: float32 sums, and exponents near -80, lose digits after strong forgetting.
             wide = torch.float32 if request.k.device.type == "mps" else torch.float64
-            total = self.gather(request.log_decay[..., None]).to(wide).cumsum(2)
+            total = self.gather(request.log_decay[..., None]).to(wide).clamp_(min=_CLOSED).cumsum(2)
             causal = torch.ones(total.shape[2], total.shape[2], dtype=torch.bool, device=total.device).tril_()
             difference = (total - total.mT).masked_fill_(~causal, -torch.inf)
             self.pair_decay = difference.exp_().to(one.dtype)
@@ -194,9 +220,8 @@ class _Chunks:
     def store(self, out: Tensor, chunks: Tensor) -> None:
         """Write [M, H, C, D] to its tokens of out [B, T, H, D], leaving padding out."""
         tokens, values = self.group.tokens.flatten(), chunks.transpose(1, 2).flatten(0, 1).to(out.dtype)
-        if self.group.is_padding is not None:
-            keep = ~self.group.is_padding.flatten()
-            tokens, values = tokens[keep], values[keep]
+        if self.group.real is not None:
+            tokens, values = tokens[self.group.real], values[self.group.real]
         out.view(-1, *out.shape[2:])[tokens] = values
 
     def causal_decay(self) -> Tensor:

@@ -20,12 +20,12 @@ def unavailable() -> str | None:
     return None
 
 
-def supports(request: ScanRequest) -> str | None:
+def supports(k: Tensor, v: Tensor) -> str | None:
     return None
 
 
-def saved_shape(request: ScanRequest) -> tuple[int, ...]:
-    return (0,)
+def saved_size(k: Tensor, v: Tensor, chunk_size: int) -> int:
+    return 0
 
 
 def forward(request: ScanRequest, save: bool = False) -> ScanResult:
@@ -41,8 +41,9 @@ def forward(request: ScanRequest, save: bool = False) -> ScanResult:
             state = step(state, k[t], v[t], log_decay[t], erase[t], write[t])
             outputs.append(request.scale * torch.einsum("hkv,hk->hv", state, q[t]))
         finals.append(state)
-    o = torch.stack(outputs).view(v.shape) if outputs else v
-    return ScanResult(o.to(request.v.dtype), torch.stack(finals), v.new_empty(0))
+    o = torch.stack(outputs).view(v.shape) if outputs else v.clone()
+    final_state = torch.stack(finals) if finals else request.new_state(0)
+    return ScanResult(o.to(request.v.dtype), final_state, v.new_empty(0))
 
 
 def step(state: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, erase: Tensor, write: Tensor) -> Tensor:
