@@ -1,0 +1,1 @@
+"""efla inside other people's software."""
