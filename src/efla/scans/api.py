@@ -44,6 +44,12 @@ def linear_attention(
     qk_l2norm: q / sqrt(q.q + 1e-6) and k likewise, inside the call. backend: see :func:`efla.backends`.
     inplace_state: the final state may overwrite initial_state, which saves a copy per decoded token; not with gradients.
     """
+    if cu_seqlens is None and backend in ("auto", "native"):
+        done = native.attend(
+            q, k, v, beta, log_gate, rule, qk_l2norm, scale, initial_state, output_final_state, inplace_state
+        )
+        if done is not None:
+            return done
     update_rule = rules.get(rule)
     if validation.validation_enabled():
         validation.check_qkv(q, k, v)

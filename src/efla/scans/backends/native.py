@@ -96,6 +96,36 @@ def fused_backward(
     return FusedGradients(d_q, d_k, d_v, d_beta, d_log_gate, d_initial)
 
 
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    beta: Tensor | None,
+    log_gate: Tensor | None,
+    rule: str | UpdateRule,
+    qk_l2norm: bool,
+    scale: float | None,
+    initial_state: Tensor | None,
+    output_final_state: bool,
+    in_place: bool,
+) -> tuple[Tensor, Tensor | None] | None:
+    """The whole call in one step, or ``None`` if it is not plain inference on the CPU: then the general path decides.
+
+    Nothing but C++ runs between the tensors and the kernels, input checks included; what they decline is explained by
+    the general path's checks.
+    """
+    if torch.compiler.is_compiling() or not _has_eager_path or torch.is_grad_enabled():
+        return None
+    code = _RULE_CODES.get(rule, _RAW) if type(rule) is str else _RAW
+    if code == _RAW or torch._C._len_torch_dispatch_stack() or torch._C._are_functorch_transforms_active():
+        return None
+    result = _native.attend(
+        q, k, v, beta, log_gate, code, qk_l2norm, scale, initial_state, output_final_state, in_place,
+        torch.get_num_threads(),
+    )  # fmt: skip
+    return None if type(result) is int else result
+
+
 _Scalars = tuple[Tensor | None, Tensor | None, Tensor | None]
 
 
@@ -226,5 +256,7 @@ def _share_torch_threads() -> None:
     _native.set_parallel_runtime("")
 
 
+_has_eager_path = False
 if _native is not None:
     _share_torch_threads()
+    _has_eager_path = _native.set_tensor_type(Tensor)

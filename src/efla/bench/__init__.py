@@ -1,0 +1,1 @@
+"""Measurements: ratios between contenders timed in turn in one process, never a time on its own."""

@@ -1,0 +1,75 @@
+"""Timing of several contenders in turn, so that whatever else the machine does hits all of them alike."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class Contender:
+    """One way to do a piece of work; ``repeats`` calls make one sample, for work of microseconds."""
+
+    name: str
+    call: Callable[[], object]
+    repeats: int = 1
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """Seconds per call of one contender on one piece of work: median and quartiles over the rounds."""
+
+    work: str
+    contender: str
+    threads: int
+    median: float
+    low: float
+    high: float
+    rounds: int
+    useful_flops: float | None = None
+
+    @property
+    def gflops(self) -> float | None:
+        """Useful work per second; what an implementation does beyond the useful does not count."""
+        return None if self.useful_flops is None else self.useful_flops / self.median / 1e9
+
+    def as_row(self) -> dict[str, object]:
+        return {**asdict(self), "gflops": self.gflops}
+
+
+@torch.no_grad()
+def compare(
+    work: str,
+    contenders: Iterable[Contender],
+    *,
+    threads: int,
+    rounds: int,
+    useful_flops: float | None = None,
+    flops_of: dict[str, float] | None = None,
+) -> list[Measurement]:
+    """Time all contenders ``rounds`` times, one after the other in every round, after one unmeasured round.
+
+    Gradients are off; a contender that needs them switches them on.
+    """
+    contenders = list(contenders)
+    samples: dict[str, list[float]] = {contender.name: [] for contender in contenders}
+    for contender in contenders:
+        contender.call()
+    for _ in range(rounds):
+        for contender in contenders:
+            start = time.perf_counter()
+            for _ in range(contender.repeats):
+                contender.call()
+            samples[contender.name].append((time.perf_counter() - start) / contender.repeats)
+    measurements = []
+    for name, times in samples.items():
+        quartiles = statistics.quantiles(times, n=4) if len(times) > 1 else times * 3
+        flops = (flops_of or {}).get(name, useful_flops)
+        measurements.append(
+            Measurement(work, name, threads, statistics.median(times), quartiles[0], quartiles[2], rounds, flops)
+        )
+    return measurements

@@ -1,0 +1,108 @@
+"""``efla bench``: how fast the scan is, as ratios against its peers in the same process."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import platform
+from pathlib import Path
+from typing import Annotated, Literal
+
+import torch
+import tyro
+from rich.console import Console
+from rich.table import Table
+
+from efla.bench.timing import Measurement
+from efla.commands.doctor import machine_facts
+
+
+def bench(
+    what: Annotated[Literal["scan"], tyro.conf.Positional] = "scan",
+    /,
+    suite: tuple[Literal["headline", "rules", "lengths", "decode"], ...] = ("headline", "rules", "lengths", "decode"),
+    threads: int | None = None,
+    rounds: int = 7,
+    json: bool = False,
+    output: Path | None = None,
+    plot: Path | None = None,
+) -> int:
+    """Time efla against transformers, softmax attention and the machine's own sgemm, all in turn in one process.
+
+    Refuses to print a number if a backend is wrong. Nothing else should run meanwhile.
+
+    Args:
+        what: What to time.
+        suite: Which parts to run.
+        threads: Threads for every contender; default is torch's own number.
+        rounds: How often each contender is timed; medians and quartiles are reported.
+        json: Print rows as JSON instead of tables.
+        output: Also write the rows to this JSON file.
+        plot: Also draw cost against length to this SVG or PNG file (needs the suite "lengths").
+    """
+    from efla.bench import scan
+    from efla.bench.gate import check_contenders
+    from efla.bench.plot import plot_lengths
+
+    if threads is not None:
+        torch.set_num_threads(threads)
+    threads = torch.get_num_threads()
+    console = Console(stderr=json)
+    with console.status("checking every contender against the float64 oracle"):
+        check_contenders()
+    console.print(f"[green]correctness gate passed[/]; {processor_name()}, {threads} threads, float32 unless said")
+    measurements: list[Measurement] = []
+    for name in suite:
+        for group in scan.SUITES[name](threads, rounds):
+            measurements += group
+            if not json:
+                console.print(comparison_table(group))
+    record = {
+        "machine": processor_name(),
+        "facts": machine_facts(),
+        "threads": threads,
+        "rounds": rounds,
+        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "rows": [m.as_row() for m in measurements],
+    }
+    if json:
+        print(_dumps(record))
+    if output is not None:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        output.write_text(_dumps(record) + "\n")
+    if plot is not None:
+        plot_lengths(measurements, plot, f"{processor_name()}, {threads} threads")
+    return 0
+
+
+def comparison_table(group: list[Measurement]) -> Table:
+    """One piece of work: each contender's time, its spread, useful GFLOP/s, and how many times faster the first one is."""
+    table = Table("contender", "median", "quartiles", "useful GFLOP/s", "first is faster by", title=group[0].work)
+    sgemm = next((m.gflops for m in group if m.contender == "sgemm"), None)
+    for m in group:
+        gflops = "" if m.gflops is None or m.contender == "softmax attention" else f"{m.gflops:.1f}"
+        if gflops and sgemm and m.contender != "sgemm":
+            gflops += f" ({m.gflops / sgemm:.2f} of sgemm)"  # type: ignore[operator]
+        ratio = "" if m.contender == "sgemm" else f"{m.median / group[0].median:.2f}x"
+        table.add_row(m.contender, _time(m.median), f"{_time(m.low)} - {_time(m.high)}", gflops, ratio)
+    return table
+
+
+def processor_name() -> str:
+    """What the processor calls itself, with its instruction set."""
+    name = platform.processor() or platform.machine()
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.exists():
+        for line in cpuinfo.read_text().splitlines():
+            if line.startswith("model name"):
+                name = line.split(":", 1)[1].strip()
+                break
+    return f"{name} ({torch.backends.cpu.get_cpu_capability()})"
+
+
+def _time(seconds: float) -> str:
+    return f"{seconds * 1e6:.1f} us" if seconds < 1e-3 else f"{seconds * 1e3:.2f} ms"
+
+
+def _dumps(record: object) -> str:
+    return json.dumps(record, indent=1)

@@ -1,0 +1,220 @@
+"""What only the C++ backend has: instruction sets, threads, decoding in place, and input that must not crash it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import efla
+from efla.rules import UpdateRule
+from efla.rules.base import undecayed
+from efla.scans.backends import native
+from efla.scans.fused_ops import fused_op
+from efla.testing import assert_matches_oracle, make_inputs, run
+
+from .cases import RULES, SHAPES
+
+pytestmark = pytest.mark.skipif(native.unavailable() is not None, reason=f"backend 'native' {native.unavailable()}")
+
+LEVELS = native._native.simd_levels() if native.unavailable() is None else []
+
+
+@pytest.fixture
+def simd(request):
+    before = native._native.active_simd()
+    native._native.set_simd(request.param)
+    yield request.param
+    native._native.set_simd(before)
+
+
+@pytest.mark.parametrize("simd", LEVELS, indirect=True)
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize(
+    "shape", ["initial_state", "packed_with_state_and_empty", "grouped_heads", "odd_widths", "l2_norm"]
+)
+def test_every_instruction_set_matches_the_oracle(simd, rule, shape):
+    assert_matches_oracle(make_inputs(rule, **SHAPES[shape]), "native")
+
+
+@pytest.mark.parametrize("simd", LEVELS, indirect=True)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16], ids=str)
+def test_every_instruction_set_takes_every_precision(simd, dtype):
+    assert_matches_oracle(make_inputs("gated_efla", length=70, initial_state=True, dtype=dtype), "native")
+
+
+@pytest.mark.parametrize("simd", LEVELS, indirect=True)
+@pytest.mark.parametrize("kind", ["mixed_norms", "huge_keys", "tiny_keys", "stiff", "closed_gate", "open_gate"])
+def test_every_instruction_set_stands_hard_numbers(simd, kind):
+    for rule in ("efla", "gated_efla", "gated_efla_log"):
+        assert_matches_oracle(make_inputs(rule, kind=kind, length=100, initial_state=True), "native")
+
+
+@pytest.mark.parametrize("width", [1, 16, 17, 64, 100, 128, 200, 256])
+def test_widths_up_to_256(width):
+    shape = {"batch": 1, "length": 70, "key_heads": 1, "value_heads": 1}
+    assert_matches_oracle(make_inputs("gated_efla", key_dim=width, value_dim=32, **shape), "native")
+    assert_matches_oracle(make_inputs("efla", key_dim=32, value_dim=width, **shape), "native")
+
+
+@pytest.mark.parametrize("heads", [1, 3])
+@pytest.mark.parametrize("packed", [None, [1, 200, 30]], ids=["dense", "packed"])
+def test_results_are_bit_identical_whatever_the_number_of_threads(heads, packed):
+    shape = {"key_heads": heads, "value_heads": 2 * heads, "key_dim": 64, "value_dim": 96}
+    inputs = make_inputs("gated_efla", length=150, packed=packed, initial_state=True, **shape)
+    results = []
+    for threads in (1, 2, 3):
+        torch.set_num_threads(threads)
+        results.append(run(inputs, "native"))
+    for other in results[1:]:
+        for name, expected in results[0].items():
+            assert torch.equal(other[name], expected), name
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("length", [1, 2, 5, 8, 9])
+def test_decoding_in_place_equals_the_oracle(rule, length):
+    inputs = make_inputs(rule, length=length, initial_state=True, key_heads=1, value_heads=2, key_dim=40, value_dim=24)
+    expected_o, expected_state = inputs.double().call("reference")
+    state = inputs.initial_state.clone()
+    o, returned = efla.linear_attention(
+        inputs.q, inputs.k, inputs.v, inputs.beta, inputs.log_gate, rule=rule, initial_state=state,
+        output_final_state=True, inplace_state=True, backend="native",
+    )  # fmt: skip
+    assert returned is state
+    torch.testing.assert_close(o.double(), expected_o, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(state.double(), expected_state, rtol=1e-4, atol=1e-5)
+
+
+def test_the_callers_state_is_left_alone_unless_allowed():
+    inputs = make_inputs("efla", length=1, initial_state=True)
+    before = inputs.initial_state.clone()
+    inputs.call("native")
+    assert torch.equal(inputs.initial_state, before)
+
+
+def test_values_outside_a_rules_domain_are_noticed_by_the_kernels():
+    inputs = make_inputs("gated_efla", length=70)
+    inputs.beta[1, 69, 1] = -0.5
+    with pytest.raises(ValueError, match=r"beta must be >= 0, got -0.5"):
+        inputs.call("native")
+    inputs = make_inputs("gated_efla", length=5)
+    inputs.log_gate[0, 0, 0] = 0.25
+    with pytest.raises(ValueError, match=r"log_gate must be <= 0 .* got 0.25"):
+        inputs.call("native")
+
+
+@pytest.mark.parametrize("packed", [None, [5, 0, 80]], ids=["dense", "packed"])
+def test_the_fused_operator_passes_opcheck(packed):
+    inputs = make_inputs("gated_efla", length=70, packed=packed, initial_state=True)
+    leaves = [x.requires_grad_() for x in inputs.tensors().values()]
+    torch.library.opcheck(fused_op, (*leaves, inputs.cu_seqlens, 0.5, "gated_efla", True, True))
+
+
+def test_a_rule_of_ones_own_runs_on_the_kernels_too():
+    class Half(UpdateRule):
+        name = "half_step"
+        title = "half an Euler step"
+        order = None
+        contractive = False
+        has_decay = False
+
+        def coefficients(self, beta, lam, log_gate=None):
+            return undecayed(beta / 2)
+
+    inputs = make_inputs("delta", length=70)
+    o, _ = efla.linear_attention(inputs.q, inputs.k, inputs.v, inputs.beta, rule=Half(), backend="native")
+    expected, _ = replace(inputs, beta=inputs.beta / 2).call("native")
+    torch.testing.assert_close(o, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_several_python_threads_at_once():
+    torch.set_num_threads(2)
+    inputs = [make_inputs("gated_efla", length=300, seed=seed) for seed in range(4)]
+    expected = [run(x, "native") for x in inputs]
+    problems = []
+
+    def work(n: int) -> None:
+        for _ in range(10):
+            got = run(inputs[n], "native")
+            problems.extend(name for name, x in expected[n].items() if not torch.equal(got[name], x))
+
+    threads = [threading.Thread(target=work, args=(n,)) for n in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert problems == []
+
+
+def test_a_forked_child_can_run_it():
+    """The parent's threads do not exist in the child: the call must neither hang nor crash there.
+
+    Bytes are compared, since torch's own parallel functions do hang in such a child.
+    """
+    code = """
+import os, sys, torch, efla
+from efla.testing import make_inputs
+torch.set_num_threads(2)
+inputs = make_inputs("efla", length=500, key_dim=64, value_dim=64)
+expected, _ = inputs.call("native")
+child = os.fork()
+if child == 0:
+    got, _ = inputs.call("native")
+    os._exit(0 if got.numpy().tobytes() == expected.numpy().tobytes() else 3)
+_, status = os.waitpid(child, 0)
+sys.exit(os.waitstatus_to_exitcode(status))
+"""
+    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_the_environment_forces_an_instruction_set(level):
+    code = "from efla.scans.backends import native; print(native._native.active_simd())"
+    environment = {**os.environ, "EFLA_SIMD": level}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == level
+
+
+def test_an_unknown_instruction_set_is_an_error():
+    code = "import efla, torch; x = torch.rand(1, 3, 1, 4); efla.linear_attention(x, x, x, x[..., 0], backend='native')"
+    environment = {**os.environ, "EFLA_SIMD": "avx1024"}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+    assert done.returncode != 0
+    assert "avx1024" in done.stderr
+    assert "baseline" in done.stderr
+
+
+@given(data=st.data())
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_strange_numbers_and_strides_never_crash(data):
+    """NaN and infinity anywhere, expanded and transposed inputs: an answer or a Python error, and no stray writes."""
+    rule = data.draw(st.sampled_from(RULES), "rule")
+    lengths = data.draw(st.lists(st.integers(0, 70), min_size=1, max_size=4), "lengths")
+    inputs = make_inputs(
+        rule,
+        packed=lengths,
+        key_dim=data.draw(st.integers(1, 70), "K"),
+        value_dim=data.draw(st.integers(1, 70), "V"),
+        value_heads=data.draw(st.sampled_from([2, 4, 6]), "Hv"),
+        dtype=data.draw(st.sampled_from([torch.float32, torch.bfloat16, torch.float16, torch.float64]), "dtype"),
+        initial_state=data.draw(st.booleans(), "state"),
+        seed=data.draw(st.integers(0, 99), "seed"),
+    )
+    for name in data.draw(st.sets(st.sampled_from(sorted(inputs.tensors()))), "poisoned"):
+        x = getattr(inputs, name)
+        if x.numel():
+            place = data.draw(st.integers(0, x.numel() - 1), "place")
+            x.view(-1)[place] = data.draw(st.sampled_from([float("nan"), float("inf"), -float("inf"), 3e38]), "value")
+    if data.draw(st.booleans(), "expanded"):
+        inputs = replace(inputs, k=inputs.k[:, :, :1].expand_as(inputs.k))
+    with efla.validation("off"):
+        results = run(inputs, "native")
+    assert results["o"].shape == inputs.v.shape
