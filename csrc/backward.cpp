@@ -1,0 +1,317 @@
+// Backward pass of one task: tiles of 64 tokens in reverse.
+//
+// Per tile and value head: start from the saved border state, run the forward recurrence again (quad.h) keeping the
+// rows u_t and the state at every 16th token, then take the blocks of 16 in reverse (backward_block.h), and apply the
+// chain of the rule (rules.h) and of the l2-norm.
+#include "backward_block.h"
+#include "quad.h"
+
+namespace efla::EFLA_ISA {
+namespace {
+
+constexpr int kBlocks = kTile / kBlock;
+
+template <class T> struct BackwardScratch {
+  KeyTile<T> keys;
+  ScalarTile<T> scalars;
+  BlockScratch<T> block;
+  T *v, *d_o, *x;  // [64][kRow]
+  T *dq, *dk;      // [64][kRow], summed over the task's value heads
+  T *states;       // [4][panels][padded_K][32]: before each block
+  T *spare;        // [padded_K][32]
+  T *d_states;     // [value heads of the task][panels][padded_K][32]
+
+  BackwardScratch(Arena& arena, const Plan& plan) {
+    keys.place(arena);
+    scalars.place(arena);
+    block.place(arena);
+    T** rows[] = {&v, &d_o, &x, &dq, &dk};
+    for (T** a : rows) *a = arena.take<T>(kTile * kRow<T>);
+    size_t heads = (plan.group + plan.head_parts - 1) / plan.head_parts;
+    size_t panels = (plan.panels + plan.column_parts - 1) / plan.column_parts;
+    size_t state = panels * plan.padded_K * kPanel;
+    states = arena.take<T>(state * kBlocks);
+    spare = arena.take<T>(plan.padded_K * kPanel);
+    d_states = arena.take<T>(state * heads * plan.bundle);
+  }
+};
+
+// The columns of the task for `count` tokens, then zero rows up to a multiple of 16.
+template <class E>
+inline void load_columns(const Problem& p, const Task& task, const Strided& from, int64_t first, int count, int64_t head,
+                         Compute<E>* to) {
+  using T = Compute<E>;
+  const int begin = task.panel_begin * kPanel, padded = (task.panel_end - task.panel_begin) * kPanel;
+  const int width = p.V - begin < padded ? p.V - begin : padded;
+  for (int t = 0; t < count; ++t)
+    load_row(at<const E>(from, task.batch, task.first_token + first + t, head) + begin, width, to + t * kRow<T>, padded);
+  for (int t = count; t < round_up(count, kBlock); ++t) zero_row(to + t * kRow<T>, padded);
+}
+
+// States before every block and rows u_t of the tile; inside the last block the state moves in a spare panel.
+template <class T, bool erases>
+inline void recompute(const Problem& p, const BackwardScratch<T>& s, int rows, int panels, int padded_K, Pump& pump) {
+  constexpr int N = kSweepVectors, width = N * kLanes<T>;
+  const size_t panel_size = size_t(padded_K) * kPanel, state_size = panel_size * panels;
+  for (int block = 0; block * kBlock < rows; ++block) {
+    const bool last = (block + 1) * kBlock >= rows;
+    for (int panel = 0; panel < panels; ++panel) {
+      T* from = s.states + block * state_size + panel * panel_size;
+      T* to = last ? s.spare : from + state_size;
+      for (int c = 0; c < kPanel; c += width) {
+        for (int i = 0; i < kBlock; i += kQuad) {
+          const int t = block * kBlock + i, at = t * kRow<T> + panel * kPanel + c;
+          T pending[kQuad * width];
+          const T* start = (i ? to : from) + c;
+          pump.step();
+          read_quad<T, N, erases, false, true>(s.keys, s.scalars, t, kQuad, p.K, s.v + at, kRow<T>, kPanel, nullptr, 0, s.x + at,
+                                               start, pending, Ahead{});
+          write_quad<T, N>(s.keys, s.scalars, t, p.K, pending, start, to + c);
+        }
+      }
+      for (int j = p.K; j < padded_K; ++j) zero_row(to + j * kPanel, kPanel);
+    }
+  }
+}
+
+template <class E> struct Outputs {
+  using T = Compute<E>;
+  const Problem& p;
+  const Plan& plan;
+  const Task& task;
+
+  int64_t token(int64_t t) const { return task.batch * p.tokens + task.first_token + t; }
+  bool parts() const { return plan.head_parts * plan.column_parts > 1; }
+
+  void scalar(void* dense, int index, int64_t t, int64_t head, T value) const {
+    int64_t at = token(t) * p.value_heads + head;
+    if (plan.column_parts > 1) {
+      int64_t count = p.batch * p.tokens * p.value_heads;
+      static_cast<T*>(plan.scalar_parts)[(int64_t(task.column_part) * 3 + index) * count + at] = value;
+    } else if (dense) {
+      static_cast<T*>(dense)[at] = value;
+    }
+  }
+
+  void key_row(void* dense, void* part_sums, int64_t t, int64_t key_head, const T* row) const {
+    int64_t at = (token(t) * p.key_heads + key_head) * p.K;
+    if (parts()) {
+      int64_t count = p.batch * p.tokens * p.key_heads * p.K;
+      store_row(static_cast<T*>(part_sums) + task.part * count + at, row, p.K);
+    } else {
+      store_row(static_cast<E*>(dense) + at, row, p.K);
+    }
+  }
+
+  void value_row(int64_t t, int64_t head, const T* row, T factor) const {
+    const int begin = task.panel_begin * kPanel, end = task.panel_end * kPanel < p.V ? task.panel_end * kPanel : p.V;
+    E* to = static_cast<E*>(p.dv) + (token(t) * p.value_heads + head) * p.V;
+    for (int c = begin; c < end; c += kLanes<T>) store_some(to + c, factor * load(row + c - begin), end - c);
+  }
+};
+
+// Gradients of the inputs from those of the coefficients; adds the block's dq and dk to the tile's.
+template <class E>
+inline void finish_block(const Outputs<E>& out, const BackwardScratch<Compute<E>>& s, int64_t first, int t, int count, int64_t head,
+                         bool first_head) {
+  using T = Compute<E>;
+  const Problem& p = out.p;
+  const BlockScratch<T>& b = s.block;
+  T g1[kBlock] = {}, r1[kBlock] = {}, g2[kBlock] = {}, r2[kBlock] = {};
+  if (p.rule != Rule::raw) {
+    for (int i = 0; i < kBlock; i += kLanes<T>) {
+      Vec<T> d_decay = rule_has_decay(p.rule) ? load(b.d_decay + i) : Vec<T>{};
+      RuleGradient<T> g = rule_backward<T>(p.rule, load(s.scalars.beta + t + i), load(s.scalars.log_gate + t + i),
+                                           load(s.keys.lam + t + i), d_decay, load(b.d_erase + i), load(b.d_erase_scaled + i),
+                                           load(b.d_write + i));
+      store(b.d_erase + i, g.beta);
+      store(b.d_decay + i, g.log_gate);
+      store(g1 + i, g.g1);
+      store(r1 + i, g.r1);
+      store(g2 + i, g.g2);
+      store(r2 + i, g.r2);
+    }
+  }
+  const int padded_K = out.plan.padded_K;
+  const bool through_norm = rule_uses_norm(p.rule);
+  for (int i = 0; i < kBlock && t + i < count; ++i) {
+    out.scalar(p.d_log_decay, 0, first + t + i, head, b.d_decay[i]);
+    out.scalar(p.d_erase, 1, first + t + i, head, b.d_erase[i]);
+    out.scalar(p.d_write, 2, first + t + i, head, b.d_write[i]);
+    out.value_row(first + t + i, head, b.dR + i * kRow<T>, s.scalars.write[t + i]);
+    T *dq = s.dq + (t + i) * kRow<T>, *dk = s.dk + (t + i) * kRow<T>;
+    const T *dq_block = b.dq + i * kRow<T>, *dk_block = b.dk + i * kRow<T>, *k = s.keys.k + (t + i) * kRow<T>;
+    for (int c = 0; c < padded_K; c += kLanes<T>) {
+      Vec<T> key = load(dk_block + c), query = load(dq_block + c);
+      if (through_norm) key += (2 * g1[i]) * (r1[i] * load(k + c)) + (2 * g2[i]) * (r2[i] * load(k + c));
+      store(dk + c, first_head ? key : load(dk + c) + key);
+      store(dq + c, first_head ? query : load(dq + c) + query);
+    }
+  }
+}
+
+// row -> inverse * (row - unit (unit . row)): the gradient through unit = x / sqrt(x.x + 1e-6).
+template <class T> inline void normalise_backward(T* row, const T* unit, T inverse, int padded) {
+  T along = row_dot(row, unit, padded);
+  for (int c = 0; c < padded; c += kLanes<T>) store(row + c, inverse * (load(row + c) - along * load(unit + c)));
+}
+
+// One value head over one tile: its gradients, with dS of the head moved from the tile's end to its start.
+template <class E>
+inline void backward_unit(const Outputs<E>& out, const BackwardScratch<Compute<E>>& s, int64_t first, int count, int64_t head,
+                          bool first_head, Compute<E>* dS, Pump& pump, unsigned* status) {
+  using T = Compute<E>;
+  const Problem& p = out.p;
+  const Task& task = out.task;
+  const int panels = task.panel_end - task.panel_begin, padded_K = out.plan.padded_K, rows = round_up(count, kBlock);
+  const size_t panel_size = size_t(padded_K) * kPanel, state_size = panel_size * panels;
+  if (first) {
+    int64_t border = (out.plan.border_offset[task.sequence] + first / kTile - 1) * p.value_heads + head;
+    copy_vectors(s.states, static_cast<const T*>(p.border_states) + (border * out.plan.panels + task.panel_begin) * panel_size,
+                 state_size);
+  } else {
+    const T* initial = static_cast<const T*>(p.initial_state);
+    if (initial) initial += (task.sequence * p.value_heads + head) * p.K * p.V;
+    load_panels(initial, p.K, p.V, padded_K, task.panel_begin, task.panel_end, s.states);
+  }
+  load_columns<E>(p, task, p.v, first, count, head, s.v);
+  load_columns<E>(p, task, p.d_o, first, count, head, s.d_o);
+  load_scalars<T>(p, task, first, count, rows, head, s.keys.lam, s.scalars, status);
+  prepare_quads<T>(s.keys, s.scalars, rows, T(p.scale));
+  if (rule_has_erase(p.rule)) {
+    recompute<T, true>(p, s, rows, panels, padded_K, pump);
+  } else {
+    recompute<T, false>(p, s, rows, panels, padded_K, pump);
+  }
+  for (int t = rows - kBlock; t >= 0; t -= kBlock) {
+    const int row = t * kRow<T>;
+    const BlockInput<T> in{s.keys.k + row,     s.keys.q + row,     s.v + row,
+                           s.d_o + row,        s.x + row,          s.scalars.decay + t,
+                           s.scalars.erase + t, s.scalars.write + t, s.states + (t / kBlock) * state_size,
+                           dS,                 padded_K,           panels,
+                           T(p.scale),         rule_has_decay(p.rule), &pump};
+    block_backward<T>(in, s.block);
+    finish_block<E>(out, s, first, t, count, head, first_head);
+  }
+}
+
+// The rows that the next unit will read and write.
+template <class E>
+inline Pump make_pump(const Problem& p, const Task& task, int64_t key_head, int64_t head, int64_t first) {
+  auto dense = [&](void* data, int64_t heads, int64_t width) { return Strided{data, p.tokens * heads * width, heads * width, width}; };
+  const Strided x[Pump::streams] = {p.k, p.q, dense(p.dq, p.key_heads, p.K), dense(p.dk, p.key_heads, p.K),
+                                    p.v, p.d_o, dense(p.dv, p.value_heads, p.V)};
+  Pump pump;
+  for (int i = 0; i < Pump::streams; ++i) {
+    const bool key = i < 4;
+    pump.row[i] = reinterpret_cast<const char*>(at<const E>(x[i], task.batch, task.first_token + first, key ? key_head : head));
+    pump.stride[i] = x[i].token * int64_t(sizeof(E));
+    pump.lines[i] = ((key ? p.K : p.V) * int(sizeof(E)) + 63) / 64;
+  }
+  pump.rows = kTile;
+  return pump;
+}
+
+template <class E> void backward_task(const Problem& p, const Plan& plan, const Task& task, void* memory, unsigned* status) {
+  using T = Compute<E>;
+  Arena arena{static_cast<char*>(memory)};
+  BackwardScratch<T> s(arena, plan);
+  const Outputs<E> out{p, plan, task};
+  const int panels = task.panel_end - task.panel_begin, padded_K = plan.padded_K;
+  const int units = int(task.key_end - task.key_begin) * task.heads;
+  const size_t state_size = size_t(padded_K) * kPanel * panels, memory_state = size_t(p.K) * p.V;
+  auto key_head_of = [&](int u) { return task.key_begin + u / task.heads; };
+  auto head_of = [&](int u) { return key_head_of(u) * plan.group + task.head_offset + u % task.heads; };
+
+  for (int u = 0; u < units; ++u) {
+    const T* d_final = static_cast<const T*>(p.d_final_state);
+    if (d_final) d_final += (task.sequence * p.value_heads + head_of(u)) * memory_state;
+    load_panels(d_final, p.K, p.V, padded_K, task.panel_begin, task.panel_end, s.d_states + u * state_size);
+  }
+  for (int64_t first = (task.length - 1) / kTile * kTile; task.length && first >= 0; first -= kTile) {
+    const int count = int(task.length - first < kTile ? task.length - first : kTile);
+    for (int u = 0; u < units; ++u) {
+      const int64_t key_head = key_head_of(u);
+      const bool first_head = u % task.heads == 0, last_head = (u + 1) % task.heads == 0, last_unit = u + 1 == units;
+      Pump pump;
+      if (!last_unit && count == kTile) pump = make_pump<E>(p, task, key_head_of(u + 1), head_of(u + 1), first);
+      if (last_unit && first) pump = make_pump<E>(p, task, key_head_of(0), head_of(0), first - kTile);
+      if (first_head) load_keys<E>(p, task, key_head, first, count, s.keys);
+      backward_unit<E>(out, s, first, count, head_of(u), first_head, s.d_states + u * state_size, pump, status);
+      for (int t = 0; last_head && t < count; ++t) {
+        if (p.l2norm) {
+          normalise_backward(s.dq + t * kRow<T>, s.keys.q + t * kRow<T>, s.keys.q_inverse[t], padded_K);
+          normalise_backward(s.dk + t * kRow<T>, s.keys.k + t * kRow<T>, s.keys.k_inverse[t], padded_K);
+        }
+        out.key_row(p.dq, plan.dq_parts, first + t, key_head, s.dq + t * kRow<T>);
+        out.key_row(p.dk, plan.dk_parts, first + t, key_head, s.dk + t * kRow<T>);
+      }
+    }
+  }
+  if (!p.d_initial_state) return;
+  for (int u = 0; u < units; ++u) {
+    T* to = static_cast<T*>(p.d_initial_state) + (task.sequence * p.value_heads + head_of(u)) * memory_state;
+    store_panels(to, p.K, p.V, padded_K, task.panel_begin, task.panel_end, s.d_states + u * state_size);
+  }
+}
+
+// Sums of the parts in fixed order, for tokens [begin, end) of B * T.
+template <class E> void reduce_rows(const Problem& p, const Plan& plan, int64_t begin, int64_t end) {
+  using T = Compute<E>;
+  const int parts = plan.head_parts * plan.column_parts;
+  const int64_t width = p.key_heads * p.K, count = p.batch * p.tokens * width;
+  for (int which = 0; which < 2; ++which) {
+    const T* from = static_cast<const T*>(which ? plan.dk_parts : plan.dq_parts);
+    E* to = static_cast<E*>(which ? p.dk : p.dq);
+    for (int64_t i = begin * width; i < end * width; i += kLanes<T>) {
+      int left = end * width - i < kLanes<T> ? int(end * width - i) : kLanes<T>;
+      Vec<T> total = load_some(from + i, left);
+      for (int part = 1; part < parts; ++part) total += load_some(from + part * count + i, left);
+      store_some(to + i, total, left);
+    }
+  }
+  if (plan.column_parts == 1) return;
+  const int64_t scalars = p.batch * p.tokens * p.value_heads;
+  void* dense[] = {p.d_log_decay, p.d_erase, p.d_write};
+  for (int index = 0; index < 3; ++index) {
+    if (!dense[index]) continue;
+    for (int64_t i = begin * p.value_heads; i < end * p.value_heads; ++i) {
+      T total = 0;
+      for (int part = 0; part < plan.column_parts; ++part)
+        total += static_cast<const T*>(plan.scalar_parts)[(int64_t(part) * 3 + index) * scalars + i];
+      static_cast<T*>(dense[index])[i] = total;
+    }
+  }
+}
+
+}  // namespace
+
+size_t backward_scratch(const Problem& p, const Plan& plan) {
+  Arena arena{nullptr};
+  if (p.dtype == Dtype::float64) {
+    BackwardScratch<double> s(arena, plan);
+  } else {
+    BackwardScratch<float> s(arena, plan);
+  }
+  return arena.used;
+}
+
+void backward(const Problem& p, const Plan& plan, const Task& task, void* scratch, unsigned* status) {
+  switch (p.dtype) {
+    case Dtype::float32: return backward_task<float>(p, plan, task, scratch, status);
+    case Dtype::bfloat16: return backward_task<Bfloat16>(p, plan, task, scratch, status);
+    case Dtype::float16: return backward_task<Float16>(p, plan, task, scratch, status);
+    case Dtype::float64: return backward_task<double>(p, plan, task, scratch, status);
+  }
+}
+
+void reduce(const Problem& p, const Plan& plan, int64_t begin, int64_t end) {
+  switch (p.dtype) {
+    case Dtype::float32: return reduce_rows<float>(p, plan, begin, end);
+    case Dtype::bfloat16: return reduce_rows<Bfloat16>(p, plan, begin, end);
+    case Dtype::float16: return reduce_rows<Float16>(p, plan, begin, end);
+    case Dtype::float64: return reduce_rows<double>(p, plan, begin, end);
+  }
+}
+
+}  // namespace efla::EFLA_ISA

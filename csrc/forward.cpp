@@ -1,0 +1,178 @@
+// Forward pass of one task: a sequence, a key head, some of its value heads, some panels of V.
+//
+// 16 tokens at a time: keys and queries are packed once for all value heads and panels, then S is taken through four
+// quads (quad.h), a slice of columns at a time, which with the packed rows stays in L1.
+#include "decode.h"
+#include "quad.h"
+
+namespace efla::EFLA_ISA {
+namespace {
+
+template <class T> struct ForwardScratch {
+  KeyTile<T> keys;
+  ScalarTile<T> scalars;
+  T* states;  // [value heads of the task][panels of the task][padded_K][32]
+
+  ForwardScratch(Arena& arena, const Problem&, const Plan& plan) {
+    keys.place(arena);
+    scalars.place(arena);
+    size_t heads = (plan.group + plan.head_parts - 1) / plan.head_parts;
+    size_t panels = (plan.panels + plan.column_parts - 1) / plan.column_parts;
+    states = arena.take<T>(plan.bundle * heads * panels * plan.padded_K * kPanel);
+  }
+};
+
+// One value head over one block of 16 tokens.
+struct Unit {
+  int64_t key_head, head, first;
+  int count;
+};
+
+// The rows of the unit that comes next, fetched during the sweeps of this one.
+template <class E>
+inline Ahead plan_ahead(const Problem& p, const Task& task, const Unit& now, const Unit& next, int slices) {
+  Ahead ahead;
+  if (next.count < kBlock) return ahead;
+  auto add = [&](const Strided& x, int64_t head) {
+    ahead.row[ahead.streams] = reinterpret_cast<const char*>(at<const E>(x, task.batch, task.first_token + next.first, head));
+    ahead.stride[ahead.streams++] = x.token * int64_t(sizeof(E));
+  };
+  add(p.v, next.head);
+  add(p.o, next.head);
+  if (next.key_head != now.key_head || next.first != now.first) {
+    add(p.k, next.key_head);
+    add(p.q, next.key_head);
+  }
+  const int width = p.K > p.V ? p.K : p.V;
+  ahead.lines = ((width * int(sizeof(E)) + 63) / 64 + slices - 1) / slices;
+  return ahead;
+}
+
+// The share of quad t and one slice.
+template <class E> EFLA_INLINE Ahead share_of(const Problem& p, const Ahead& ahead, int t, int slice) {
+  Ahead share = ahead;
+  const int offset = slice * ahead.lines * 64;
+  if (offset >= (p.K > p.V ? p.K : p.V) * int(sizeof(E))) share.lines = 0;
+  EFLA_UNROLL for (int i = 0; i < 4; ++i) share.row[i] += i < ahead.streams ? t * ahead.stride[i] + offset : 0;
+  return share;
+}
+
+// Up to 16 tokens of one value head, all columns of the task. Slices of columns go in pairs, a quad of one between the
+// reading and the writing half of the other, so that the latency of the triangular solve is hidden.
+template <class E, bool erases>
+inline void run_unit(const Problem& p, const Plan& plan, const Task& task, const Unit& now, const Unit& next,
+                     const ForwardScratch<Compute<E>>& s, Compute<E>* S) {
+  using T = Compute<E>;
+  constexpr int N = kSweepVectors, width = N * kLanes<T>, per_panel = kPanel / width;
+  const int first_column = task.panel_begin * kPanel;
+  const int last_column = task.panel_end * kPanel < p.V ? task.panel_end * kPanel : p.V;
+  const int slices = (last_column - first_column + width - 1) / width;
+  const Ahead ahead = plan_ahead<E>(p, task, now, next, slices);
+  const E* v = at<const E>(p.v, task.batch, task.first_token + now.first, now.head) + first_column;
+  E* o = at<E>(p.o, task.batch, task.first_token + now.first, now.head) + first_column;
+  alignas(64) T pending[2][kQuad * width];
+  auto state = [&](int slice) {
+    return S + (slice / per_panel) * (size_t(plan.padded_K) * kPanel) + (slice % per_panel) * width;
+  };
+  auto read = [&](int slice, int t, T* u) {
+    const int column = slice * width, valid = p.V - first_column - column, tokens = now.count - t;
+    const Ahead share = share_of<E>(p, ahead, t, slice);
+    const E* values = v + t * p.v.token + column;
+    E* outputs = o + t * p.o.token + column;
+    if (valid >= width && tokens >= kQuad) {
+      read_quad<E, N, erases, true, true>(s.keys, s.scalars, t, kQuad, p.K, values, p.v.token, valid, outputs, p.o.token, nullptr,
+                                          state(slice), u, share);
+    } else {
+      read_quad<E, N, erases, true, false>(s.keys, s.scalars, t, tokens, p.K, values, p.v.token, valid, outputs, p.o.token,
+                                           nullptr, state(slice), u, share);
+    }
+  };
+  auto write = [&](int slice, int t, const T* u) { write_quad<T, N>(s.keys, s.scalars, t, p.K, u, state(slice), state(slice)); };
+  for (int slice = 0; slice < slices; slice += 2) {
+    const bool pair = slice + 1 < slices;
+    for (int t = 0; t < now.count; t += kQuad) {
+      read(slice, t, pending[0]);
+      if (pair && t) write(slice + 1, t - kQuad, pending[1]);
+      if (pair) read(slice + 1, t, pending[1]);
+      write(slice, t, pending[0]);
+    }
+    if (pair) write(slice + 1, (now.count - 1) / kQuad * kQuad, pending[1]);
+  }
+}
+
+template <class E> void forward_task(const Problem& p, const Plan& plan, const Task& task, void* memory, unsigned* status) {
+  using T = Compute<E>;
+  Arena arena{static_cast<char*>(memory)};
+  ForwardScratch<T> s(arena, p, plan);
+  const int panels = task.panel_end - task.panel_begin, units = int(task.key_end - task.key_begin) * task.heads;
+  const size_t panel_size = size_t(plan.padded_K) * kPanel, state_size = panel_size * panels;
+  const size_t memory_state = size_t(p.K) * p.V;
+  const bool erases = rule_has_erase(p.rule);
+  auto unit = [&](int index, int64_t first) {
+    if (index == units) index = 0, first += kBlock;
+    const int64_t key_head = task.key_begin + index / task.heads, left = task.length - first;
+    return Unit{key_head, key_head * plan.group + task.head_offset + index % task.heads, first,
+                int(left < 0 ? 0 : left < kBlock ? left : kBlock)};
+  };
+
+  for (int u = 0; u < units; ++u) {
+    const T* initial = static_cast<const T*>(p.initial_state);
+    if (initial) initial += (task.sequence * p.value_heads + unit(u, 0).head) * memory_state;
+    load_panels(initial, p.K, p.V, plan.padded_K, task.panel_begin, task.panel_end, s.states + u * state_size);
+  }
+  for (int64_t first = 0; first < task.length; first += kBlock) {
+    for (int u = 0; u < units; ++u) {
+      const Unit now = unit(u, first), next = unit(u + 1, first);
+      T* S = s.states + u * state_size;
+      if (u % task.heads == 0) load_keys<E>(p, task, now.key_head, first, now.count, s.keys);
+      if (first && first % kTile == 0 && p.border_states) {
+        int64_t border = (plan.border_offset[task.sequence] + first / kTile - 1) * p.value_heads + now.head;
+        copy_vectors(static_cast<T*>(p.border_states) + (border * plan.panels + task.panel_begin) * panel_size, S, state_size);
+      }
+      load_scalars<T>(p, task, first, now.count, kBlock, now.head, s.keys.lam, s.scalars, status);
+      prepare_quads<T>(s.keys, s.scalars, kBlock, T(p.scale));
+      if (erases) {
+        run_unit<E, true>(p, plan, task, now, next, s, S);
+      } else {
+        run_unit<E, false>(p, plan, task, now, next, s, S);
+      }
+    }
+  }
+  if (!p.final_state) return;
+  for (int u = 0; u < units; ++u) {
+    T* final_state = static_cast<T*>(p.final_state) + (task.sequence * p.value_heads + unit(u, 0).head) * memory_state;
+    store_panels(final_state, p.K, p.V, plan.padded_K, task.panel_begin, task.panel_end, s.states + u * state_size);
+  }
+}
+
+}  // namespace
+
+size_t forward_scratch(const Problem& p, const Plan& plan) {
+  Arena arena{nullptr};
+  if (p.dtype == Dtype::float64) {
+    ForwardScratch<double> s(arena, p, plan);
+  } else {
+    ForwardScratch<float> s(arena, p, plan);
+  }
+  return arena.used;
+}
+
+void forward(const Problem& p, const Plan& plan, const Task& task, void* scratch, unsigned* status) {
+  switch (p.dtype) {
+    case Dtype::float32: return forward_task<float>(p, plan, task, scratch, status);
+    case Dtype::bfloat16: return forward_task<Bfloat16>(p, plan, task, scratch, status);
+    case Dtype::float16: return forward_task<Float16>(p, plan, task, scratch, status);
+    case Dtype::float64: return forward_task<double>(p, plan, task, scratch, status);
+  }
+}
+
+void decode(const Problem& p, const Plan& plan, const Task& task, unsigned* status) {
+  switch (p.dtype) {
+    case Dtype::float32: return decode_task<float>(p, plan, task, status);
+    case Dtype::bfloat16: return decode_task<Bfloat16>(p, plan, task, status);
+    case Dtype::float16: return decode_task<Float16>(p, plan, task, status);
+    case Dtype::float64: return decode_task<double>(p, plan, task, status);
+  }
+}
+
+}  // namespace efla::EFLA_ISA

@@ -1,0 +1,119 @@
+// What a call is: plain data shared by the bindings, the planner and every instruction-set build.
+//
+//     S_t = exp(log_decay_t) (I - erase_t k_t k_t^T) S_{t-1} + write_t k_t v_t^T,      o_t = scale S_t^T q_t
+//
+// Nothing here may contain code: the kernels are compiled several times with different flags, and an inline
+// function emitted by one of those builds could be picked by the linker for all of them.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+namespace efla {
+
+enum class Dtype : int { float32 = 0, bfloat16 = 1, float16 = 2, float64 = 3 };
+
+enum class Rule : int {
+  raw = -1,
+  linear = 0,
+  ssd = 1,
+  delta = 2,
+  rk2 = 3,
+  rk4 = 4,
+  implicit_euler = 5,
+  crank_nicolson = 6,
+  efla = 7,
+  gated_delta = 8,
+  gated_efla = 9,
+  gated_efla_log = 10,
+};
+constexpr int kRuleCount = 11;
+
+// Bits of the status word: inputs outside the rule's domain.
+constexpr unsigned kNegativeBeta = 1u;
+constexpr unsigned kPositiveLogGate = 2u;
+
+constexpr int kMaxWidth = 256;    // largest K and V
+constexpr int kTile = 64;         // tokens whose keys are packed at once; states are saved at tile borders
+constexpr int kBlock = 16;        // tokens per chunk of the backward pass
+constexpr int kQuad = 4;          // tokens per sweep over the state in the forward pass
+constexpr int kPanel = 32;        // columns of S kept together: scratch states are [panels][K rounded to 16][32]
+constexpr int kDecodeTokens = 8;  // sequences up to this length take the decode path (no packing)
+
+// A tensor [B, T, H, width] (or [B, T, H]): strides in elements, the last dimension contiguous.
+struct Strided {
+  void* data = nullptr;
+  int64_t batch = 0, token = 0, head = 0;
+};
+
+struct Problem {
+  Dtype dtype = Dtype::float32;
+  Rule rule = Rule::raw;
+  bool l2norm = false;
+  double scale = 1.0;
+  Strided q, k, v;
+  Strided log_decay;  // raw: log_decay, otherwise log_gate (may be null)
+  Strided erase;      // raw: erase, otherwise beta (may be null)
+  Strided write;      // raw: write, otherwise unused
+  const void* initial_state = nullptr;
+  const int64_t* cu_seqlens = nullptr;
+  int64_t batch = 0, tokens = 0, sequences = 0, key_heads = 0, value_heads = 0;
+  int K = 0, V = 0;
+  int threads = 1;
+
+  // Forward.
+  Strided o;
+  void* final_state = nullptr;   // may equal initial_state
+  void* border_states = nullptr;  // forward writes, backward reads
+
+  // Backward: inputs, then dense outputs (any may be null except dq, dk, dv).
+  Strided d_o;
+  const void* d_final_state = nullptr;
+  void *dq = nullptr, *dk = nullptr, *dv = nullptr;
+  void *d_log_decay = nullptr, *d_erase = nullptr, *d_write = nullptr;  // rule: d_log_gate, d_beta, unused
+  void* d_initial_state = nullptr;
+};
+
+// How the work is split; a function of the shape alone, so results do not depend on the number of threads.
+// A unit of work is (sequence, key head, head part, column part); a task is `bundle` units of neighbouring key heads taken
+// together tile by tile, because their rows are neighbours in memory. Bundling changes no result.
+struct Plan {
+  int group = 1;         // value heads per key head
+  int head_parts = 1;    // the group's value heads are split into this many ranges
+  int column_parts = 1;  // and the panels of V into this many
+  int panels = 1;
+  int padded_K = 16;
+  int bundle = 1;
+  int64_t tasks = 0;
+  bool decode = false;
+  const int64_t* border_offset = nullptr;  // [sequences + 1], in saved states per head
+  // Backward with more than one part: partial sums in the compute type.
+  void* dq_parts = nullptr;     // [head_parts * column_parts][B, T, Hk, K]
+  void* dk_parts = nullptr;
+  void* scalar_parts = nullptr;  // [column_parts][3][B, T, Hv]
+};
+
+struct Task {
+  int64_t sequence, batch, first_token, length;  // first_token is an index into the token dimension
+  int64_t key_begin, key_end;                    // key heads
+  int head_offset, heads;                        // of each key head, the value heads [offset, offset + heads) of its group
+  int panel_begin, panel_end;
+  int part, column_part;
+};
+
+// Entry points of one instruction-set build.
+struct Kernels {
+  const char* name;
+  size_t (*forward_scratch)(const Problem&, const Plan&);
+  void (*forward)(const Problem&, const Plan&, const Task&, void* scratch, unsigned* status);
+  void (*decode)(const Problem&, const Plan&, const Task&, unsigned* status);
+  size_t (*backward_scratch)(const Problem&, const Plan&);
+  void (*backward)(const Problem&, const Plan&, const Task&, void* scratch, unsigned* status);
+  void (*reduce)(const Problem&, const Plan&, int64_t begin, int64_t end);  // rows of [B * T]
+};
+
+extern const Kernels kernels_portable;
+extern const Kernels kernels_avx2;
+extern const Kernels kernels_avx512;
+
+}  // namespace efla

@@ -1,0 +1,170 @@
+// The inner kernel: 4 tokens against a panel of S (K rows of 32 columns, in L1).
+//
+//     sweep    k_t^T S0 and q_t^T S0 for the four tokens: one load of S, 16 multiply-adds a row (AVX-512)
+//     solve    the 4 x 4 triangular system of tokens.h, columns in the lanes
+//     update   S = g S0 + sum_t (D_3t u_t) k_t^T
+#pragma once
+
+#include "tokens.h"
+
+namespace efla::EFLA_ISA {
+
+// Vectors of columns handled at once, limited by the number of registers (8 accumulators each).
+constexpr int kSweepVectors = EFLA_WIDE_REGISTERS ? 2 : 1;
+
+template <class T, int N> using QuadVectors = Vec<T>[kQuad][N];
+
+// Cache lines to ask for during a sweep: rows of one head are far apart in [B, T, H, width], too far for the hardware's
+// prefetchers, and a burst of requests would stall the loads, so they are spread over the rows of S.
+struct Ahead {
+  const char* row[4];  // the first of four rows in each stream
+  int64_t stride[4];   // bytes
+  int streams = 0, lines = 0;
+};
+
+template <class T, int N, bool keys, bool queries>
+EFLA_INLINE void sweep_row(const T* k, const T* q, const T* S, int j, QuadVectors<T, N>& ks, QuadVectors<T, N>& qs) {
+  Vec<T> s[N];
+  EFLA_UNROLL for (int n = 0; n < N; ++n) s[n] = load(S + j * kPanel + n * kLanes<T>);
+  EFLA_UNROLL for (int i = 0; i < kQuad; ++i) {
+    if constexpr (keys) {
+      Vec<T> b = splat<T>(k[i * kRow<T> + j]);
+      EFLA_UNROLL for (int n = 0; n < N; ++n) ks[i][n] += b * s[n];
+    }
+    if constexpr (queries) {
+      Vec<T> b = splat<T>(q[i * kRow<T> + j]);
+      EFLA_UNROLL for (int n = 0; n < N; ++n) qs[i][n] += b * s[n];
+    }
+  }
+}
+
+template <class T, int N, bool keys, bool queries>
+EFLA_INLINE void sweep(const T* k, const T* q, const T* S, int rows, QuadVectors<T, N>& ks, QuadVectors<T, N>& qs,
+                       const Ahead& ahead) {
+  EFLA_UNROLL for (int i = 0; i < kQuad; ++i)
+    EFLA_UNROLL for (int n = 0; n < N; ++n) ks[i][n] = qs[i][n] = Vec<T>{};
+  if constexpr (!keys && !queries) return;
+  int j = 0;
+  for (int line = 0; line < ahead.lines; ++line) {
+    for (int stream = 0; stream < ahead.streams; ++stream) {
+      const char* row = ahead.row[stream] + 64 * line;
+      for (int i = 0; i < kQuad && j + 2 <= rows; ++i, row += ahead.stride[stream], j += 2) {
+        __builtin_prefetch(row, 0, 2);
+        sweep_row<T, N, keys, queries>(k, q, S, j, ks, qs);
+        sweep_row<T, N, keys, queries>(k, q, S, j + 1, ks, qs);
+      }
+    }
+  }
+#pragma GCC unroll 2
+  for (; j < rows; ++j) sweep_row<T, N, keys, queries>(k, q, S, j, ks, qs);
+}
+
+template <class T, int N, bool decay>
+EFLA_INLINE void update(const T* k, const QuadVectors<T, N>& u, T g, const T* from, T* to, int rows) {
+  Vec<T> gv = splat<T>(g);
+#pragma GCC unroll 2
+  for (int j = 0; j < rows; ++j) {
+    Vec<T> s[N];
+    EFLA_UNROLL for (int n = 0; n < N; ++n) {
+      s[n] = load(from + j * kPanel + n * kLanes<T>);
+      if constexpr (decay) s[n] *= gv;
+    }
+    EFLA_UNROLL for (int i = 0; i < kQuad; ++i) {
+      Vec<T> b = splat<T>(k[i * kRow<T> + j]);
+      EFLA_UNROLL for (int n = 0; n < N; ++n) s[n] += b * u[i][n];
+    }
+    EFLA_UNROLL for (int n = 0; n < N; ++n) store(to + j * kPanel + n * kLanes<T>, s[n]);
+  }
+}
+
+// The reading half of a quad on N vectors of columns: outputs, and u (times its decay to the quad's end) for the
+// writing half. v and o point at the first of these columns for the quad's first token; `valid` columns exist, `tokens`
+// of the four are real (whole: all of them). With queries the outputs go to o; without, the rows u_t go to x.
+template <class E, int N, bool erases, bool queries, bool whole>
+EFLA_INLINE void read_quad(const KeyTile<Compute<E>>& keys, const ScalarTile<Compute<E>>& s, int t, int tokens, int rows,
+                           const E* v, int64_t v_stride, int valid, E* o, int64_t o_stride, Compute<E>* x,
+                           const Compute<E>* from, Compute<E>* pending, const Ahead& ahead) {
+  using T = Compute<E>;
+  const T *k = keys.k + t * kRow<T>, *q = keys.q + t * kRow<T>;
+  QuadVectors<T, N> ks, qs, u;
+  sweep<T, N, erases, queries>(k, q, from, rows, ks, qs, ahead);
+  EFLA_UNROLL for (int i = 0; i < kQuad; ++i) {
+    EFLA_UNROLL for (int n = 0; n < N; ++n) {
+      const int left = valid - n * kLanes<T>;
+      Vec<T> value{};
+      if constexpr (whole) {
+        value = load_elements(v + i * v_stride + n * kLanes<T>);
+      } else if (i < tokens && left > 0) {
+        value = load_some(v + i * v_stride + n * kLanes<T>, left);
+      }
+      u[i][n] = s.write[t + i] * value;
+      if constexpr (erases) {
+        u[i][n] -= s.erase_start[t + i] * ks[i][n];
+        EFLA_UNROLL for (int j = 0; j < i; ++j) u[i][n] -= s.kk[i - j][t + i] * u[j][n];
+      }
+      store(pending + (i * N + n) * kLanes<T>, s.to_end[t + i] * u[i][n]);
+    }
+  }
+  EFLA_UNROLL for (int i = 0; i < kQuad; ++i) {
+    EFLA_UNROLL for (int n = 0; n < N; ++n) {
+      if constexpr (!queries) {
+        store(x + i * kRow<T> + n * kLanes<T>, u[i][n]);
+        continue;
+      }
+      const int left = valid - n * kLanes<T>;
+      Vec<T> out = s.read_start[t + i] * qs[i][n];
+      EFLA_UNROLL for (int j = 0; j <= i; ++j) out += s.qk[i - j][t + i] * u[j][n];
+      if constexpr (whole) {
+        store_elements(o + i * o_stride + n * kLanes<T>, out);
+      } else if (i < tokens && left > 0) {
+        store_some(o + i * o_stride + n * kLanes<T>, out, left);
+      }
+    }
+  }
+}
+
+// The writing half: the state after the quad, from `from` to `to` (may be the same).
+template <class T, int N>
+EFLA_INLINE void write_quad(const KeyTile<T>& keys, const ScalarTile<T>& s, int t, int rows, const T* pending, const T* from, T* to) {
+  QuadVectors<T, N> u;
+  EFLA_UNROLL for (int i = 0; i < kQuad; ++i)
+    EFLA_UNROLL for (int n = 0; n < N; ++n) u[i][n] = load(pending + (i * N + n) * kLanes<T>);
+  const T* k = keys.k + t * kRow<T>;
+  const T g = s.quad_decay[t + kQuad - 1];
+  if (g == T(1)) {
+    update<T, N, false>(k, u, g, from, to, rows);
+  } else {
+    update<T, N, true>(k, u, g, from, to, rows);
+  }
+}
+
+// A state [K][V] in memory to and from scratch panels [panels][padded_K][32], zero where there is no element.
+template <class T>
+inline void load_panels(const T* state, int K, int V, int padded_K, int panel_begin, int panel_end, T* panels) {
+  for (int p = panel_begin; p < panel_end; ++p, panels += padded_K * kPanel) {
+    for (int j = 0; j < padded_K; ++j) {
+      T* row = panels + j * kPanel;
+      int width = V - p * kPanel < kPanel ? V - p * kPanel : kPanel;
+      if (!state || j >= K) {
+        zero_row(row, kPanel);
+      } else {
+        load_row(state + j * V + p * kPanel, width, row, kPanel);
+      }
+    }
+  }
+}
+
+template <class T>
+inline void store_panels(T* state, int K, int V, int padded_K, int panel_begin, int panel_end, const T* panels) {
+  for (int p = panel_begin; p < panel_end; ++p, panels += padded_K * kPanel)
+    for (int j = 0; j < K; ++j) {
+      int width = V - p * kPanel < kPanel ? V - p * kPanel : kPanel;
+      store_row(state + j * V + p * kPanel, panels + j * kPanel, width);
+    }
+}
+
+template <class T> EFLA_INLINE void copy_vectors(T* to, const T* from, size_t count) {
+  for (size_t i = 0; i < count; i += kLanes<T>) store(to + i, load(from + i));
+}
+
+}  // namespace efla::EFLA_ISA

@@ -1,0 +1,225 @@
+// Splits a problem into tasks, gives each thread its scratch memory and runs the tasks.
+//
+// The split depends on the shape only, and partial sums are added in a fixed order, so results are bit-identical
+// whatever the number of threads.
+#include "scan.h"
+
+#include <atomic>
+#include <cstdlib>
+#include <memory>
+#include <new>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+#include "runtime.h"
+
+namespace efla {
+namespace {
+
+constexpr int64_t kWantedTasks = 8;        // split heads and columns until there are this many
+constexpr int kMaxBundle = 8;
+constexpr double kFlopsPerThread = 100e3;  // below this a second thread costs more than it brings
+
+struct Free { void operator()(void* p) const { std::free(p); } };
+using Buffer = std::unique_ptr<void, Free>;
+
+Buffer allocate(size_t bytes) {
+  Buffer memory(std::aligned_alloc(64, (bytes + 127) / 64 * 64));
+  if (!memory) throw std::bad_alloc();
+  return memory;
+}
+
+void check(bool condition, const char* message) {
+  if (!condition) throw std::invalid_argument(message);
+}
+
+void validate(const Problem& p) {
+  check(p.K >= 1 && p.K <= kMaxWidth && p.V >= 1 && p.V <= kMaxWidth, "K and V must be between 1 and 256");
+  check(p.batch >= 0 && p.tokens >= 0 && p.sequences >= 0, "sizes must not be negative");
+  check(p.key_heads >= 1 && p.value_heads >= 1 && p.value_heads % p.key_heads == 0,
+        "the number of value heads must be a positive multiple of the number of key heads");
+  check(int(p.dtype) >= 0 && int(p.dtype) <= 3, "unknown dtype code");
+  check(int(p.rule) >= -1 && int(p.rule) < kRuleCount, "unknown rule id");
+  if (!p.cu_seqlens) {
+    check(p.sequences == p.batch, "without cu_seqlens there is one sequence per batch entry");
+    return;
+  }
+  check(p.batch == 1, "with cu_seqlens the batch size must be 1");
+  check(p.cu_seqlens[0] == 0 && p.cu_seqlens[p.sequences] == p.tokens, "cu_seqlens must start at 0 and end at T");
+  for (int64_t n = 0; n < p.sequences; ++n)
+    check(p.cu_seqlens[n] <= p.cu_seqlens[n + 1], "cu_seqlens must not decrease");
+}
+
+int64_t sequence_length(const Problem& p, int64_t n) {
+  return p.cu_seqlens ? p.cu_seqlens[n + 1] - p.cu_seqlens[n] : p.tokens;
+}
+
+int64_t borders(int64_t length) { return length > 0 ? (length - 1) / kTile : 0; }
+
+struct PlanWithOffsets {
+  Plan plan;
+  std::vector<int64_t> offsets;
+};
+
+void make_plan(const Problem& p, bool backward, PlanWithOffsets& out) {
+  Plan& plan = out.plan;
+  plan.group = int(p.value_heads / p.key_heads);
+  plan.panels = (p.V + kPanel - 1) / kPanel;
+  plan.padded_K = (p.K + 15) / 16 * 16;
+  const int64_t pairs = p.sequences * p.key_heads;
+  const int64_t wanted = pairs > 0 ? (kWantedTasks + pairs - 1) / pairs : 1;
+  plan.head_parts = int(wanted < plan.group ? wanted : plan.group);
+  const int64_t columns = (wanted + plan.head_parts - 1) / plan.head_parts;
+  plan.column_parts = int(columns < plan.panels ? columns : plan.panels);
+  const int64_t parts = int64_t(plan.head_parts) * plan.column_parts;
+
+  int64_t longest = 0;
+  for (int64_t n = 0; n < p.sequences && (p.cu_seqlens || n == 0); ++n) {
+    const int64_t length = sequence_length(p, n);
+    longest = length > longest ? length : longest;
+  }
+  plan.decode = !backward && longest <= (p.final_state ? kDecodeTokens : 1);
+  // The largest bundle that leaves every thread a task.
+  const int64_t threads = p.threads > 1 ? p.threads : 1;
+  while (!plan.decode && plan.bundle < kMaxBundle && p.key_heads % (2 * plan.bundle) == 0 &&
+         pairs * parts / (2 * plan.bundle) >= threads)
+    plan.bundle *= 2;
+  plan.tasks = pairs * parts / plan.bundle;
+  if (backward || p.border_states) {
+    out.offsets.resize(size_t(p.sequences) + 1);
+    for (int64_t n = 0; n < p.sequences; ++n) out.offsets[n + 1] = out.offsets[n] + borders(sequence_length(p, n));
+    plan.border_offset = out.offsets.data();
+  }
+}
+
+Task make_task(const Problem& p, const Plan& plan, int64_t index) {
+  Task t;
+  const int parts = plan.head_parts * plan.column_parts;
+  t.part = int(index % parts);
+  const int head_part = t.part / plan.column_parts;
+  t.column_part = t.part % plan.column_parts;
+  const int64_t bundles = p.key_heads / plan.bundle, bundle = index / parts;
+  t.key_begin = bundle % bundles * plan.bundle;
+  t.key_end = t.key_begin + plan.bundle;
+  t.sequence = bundle / bundles;
+  t.batch = p.cu_seqlens ? 0 : t.sequence;
+  t.first_token = p.cu_seqlens ? p.cu_seqlens[t.sequence] : 0;
+  t.length = sequence_length(p, t.sequence);
+  t.head_offset = plan.group * head_part / plan.head_parts;
+  t.heads = plan.group * (head_part + 1) / plan.head_parts - t.head_offset;
+  t.panel_begin = plan.panels * t.column_part / plan.column_parts;
+  t.panel_end = plan.panels * (t.column_part + 1) / plan.column_parts;
+  return t;
+}
+
+// Shared by the threads of one call.
+struct Work {
+  enum Kind { forward, decode, backward, reduce } kind;
+  const Kernels& kernels;
+  const Problem& p;
+  const Plan& plan;
+  size_t scratch_bytes;
+  int64_t count;
+  std::atomic<int64_t> next{0};
+  std::atomic<unsigned> status{0};
+  std::atomic<bool> out_of_memory{false};
+
+  Work(Kind kind, const Kernels& kernels, const Problem& p, const Plan& plan, size_t scratch_bytes, int64_t count)
+      : kind(kind), kernels(kernels), p(p), plan(plan), scratch_bytes(scratch_bytes), count(count) {}
+};
+
+constexpr int64_t kReduceRows = 64;
+
+void work_body(void* argument) {
+  Work& w = *static_cast<Work*>(argument);
+  int64_t index = w.next.fetch_add(1);
+  if (index >= w.count) return;
+  Buffer scratch;
+  if (w.scratch_bytes) {
+    scratch.reset(std::aligned_alloc(64, (w.scratch_bytes + 63) / 64 * 64));
+    if (!scratch) {
+      w.out_of_memory = true;
+      return;
+    }
+  }
+  unsigned status = 0;
+  for (; index < w.count; index = w.next.fetch_add(1)) {
+    if (w.kind == Work::reduce) {
+      const int64_t rows = w.p.batch * w.p.tokens, begin = index * kReduceRows;
+      w.kernels.reduce(w.p, w.plan, begin, begin + kReduceRows < rows ? begin + kReduceRows : rows);
+      continue;
+    }
+    const Task task = make_task(w.p, w.plan, index);
+    if (w.kind == Work::decode) w.kernels.decode(w.p, w.plan, task, &status);
+    if (w.kind == Work::forward) w.kernels.forward(w.p, w.plan, task, scratch.get(), &status);
+    if (w.kind == Work::backward) w.kernels.backward(w.p, w.plan, task, scratch.get(), &status);
+  }
+  w.status.fetch_or(status);
+}
+
+unsigned run(Work& w, double flops) {
+  int64_t threads = w.p.threads;
+  const int64_t useful = int64_t(flops / kFlopsPerThread) + 1;
+  if (threads > useful) threads = useful;
+  if (threads > w.count) threads = w.count;
+  if (w.count) run_parallel(int(threads), work_body, &w);
+  if (w.out_of_memory) throw std::bad_alloc();
+  return w.status;
+}
+
+double forward_flops(const Problem& p) { return 6.0 * p.K * p.V * double(p.value_heads) * double(p.batch * p.tokens); }
+
+}  // namespace
+
+int64_t border_size(const int64_t* cu_seqlens, int64_t sequences, int64_t tokens, int64_t value_heads, int K, int V) {
+  int64_t total = 0;
+  if (cu_seqlens) {
+    for (int64_t n = 0; n < sequences; ++n) total += borders(cu_seqlens[n + 1] - cu_seqlens[n]);
+  } else {
+    total = sequences * borders(tokens);
+  }
+  return total * value_heads * ((K + 15) / 16 * 16) * ((V + kPanel - 1) / kPanel * kPanel);
+}
+
+unsigned run_forward(const Problem& p) {
+  validate(p);
+  PlanWithOffsets planned;
+  make_plan(p, false, planned);
+  const Plan& plan = planned.plan;
+  const Kernels& kernels = active_kernels();
+  const size_t scratch = plan.decode ? 0 : kernels.forward_scratch(p, plan);
+  Work work(plan.decode ? Work::decode : Work::forward, kernels, p, plan, scratch, plan.tasks);
+  return run(work, forward_flops(p));
+}
+
+unsigned run_backward(const Problem& p) {
+  validate(p);
+  PlanWithOffsets planned;
+  make_plan(p, true, planned);
+  Plan& plan = planned.plan;
+  const Kernels& kernels = active_kernels();
+  const size_t element = p.dtype == Dtype::float64 ? 8 : 4;
+  const int parts = plan.head_parts * plan.column_parts;
+  const size_t tokens = size_t(p.batch) * p.tokens;
+  Buffer dq_parts, dk_parts, scalar_parts;
+  if (parts > 1) {
+    dq_parts = allocate(parts * tokens * p.key_heads * p.K * element);
+    dk_parts = allocate(parts * tokens * p.key_heads * p.K * element);
+    plan.dq_parts = dq_parts.get();
+    plan.dk_parts = dk_parts.get();
+  }
+  if (plan.column_parts > 1) {
+    scalar_parts = allocate(size_t(plan.column_parts) * 3 * tokens * p.value_heads * element);
+    plan.scalar_parts = scalar_parts.get();
+  }
+  Work work(Work::backward, kernels, p, plan, kernels.backward_scratch(p, plan), plan.tasks);
+  const unsigned status = run(work, 3 * forward_flops(p));
+  if (parts > 1) {
+    Work sums(Work::reduce, kernels, p, plan, 0, (int64_t(tokens) + kReduceRows - 1) / kReduceRows);
+    run(sums, 1.0 * tokens * p.key_heads * p.K * parts);
+  }
+  return status;
+}
+
+}  // namespace efla

@@ -1,0 +1,134 @@
+// Vectors of the width this translation unit is compiled for, on GCC/Clang vector extensions.
+//
+// EFLA_ISA names the build (portable, avx2, avx512) and is the namespace of everything in the kernels, so that no
+// instantiation is shared between builds. a * b + c becomes a fused multiply-add where the machine has one
+// (-ffp-contract=fast).
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <utility>
+
+#include "problem.h"
+
+#if defined(__AVX512F__)
+#define EFLA_VECTOR_BYTES 64
+#define EFLA_WIDE_REGISTERS 1  // 32 vector registers
+#elif defined(__AVX2__)
+#define EFLA_VECTOR_BYTES 32
+#define EFLA_WIDE_REGISTERS 0
+#else
+#define EFLA_VECTOR_BYTES 16
+#define EFLA_WIDE_REGISTERS 0
+#endif
+
+#define EFLA_INLINE inline __attribute__((always_inline))
+#define EFLA_UNROLL _Pragma("GCC unroll 64")
+
+namespace efla::EFLA_ISA {
+
+template <class T> struct IntegerOf;
+template <> struct IntegerOf<float> { using type = int32_t; };
+template <> struct IntegerOf<double> { using type = int64_t; };
+
+template <class T> constexpr int kLanes = EFLA_VECTOR_BYTES / int(sizeof(T));
+
+template <class T> struct VectorOf { typedef T type __attribute__((vector_size(EFLA_VECTOR_BYTES))); };
+template <class T> using Vec = typename VectorOf<T>::type;
+template <class T> using IntVec = typename VectorOf<typename IntegerOf<T>::type>::type;
+
+// Rows of packed tokens have one fixed stride for all widths: addresses become immediates in the inner loops, and
+// the odd number of cache lines spreads the rows over the sets of L1.
+template <class T> constexpr int kRow = kMaxWidth + 64 / int(sizeof(T));
+
+template <class T> EFLA_INLINE Vec<T> load(const T* p) {
+  Vec<T> v;
+  __builtin_memcpy(&v, p, sizeof v);
+  return v;
+}
+template <class T> EFLA_INLINE void store(T* p, Vec<T> v) { __builtin_memcpy(p, &v, sizeof v); }
+
+// x - 0 is x for every x, including -0 and NaN, so this folds to a plain broadcast.
+template <class T> EFLA_INLINE Vec<T> splat(T x) { return x - Vec<T>{}; }
+
+template <class T, size_t... I> EFLA_INLINE IntVec<T> iota_of(std::index_sequence<I...>) { return IntVec<T>{I...}; }
+template <class T> EFLA_INLINE IntVec<T> iota() { return iota_of<T>(std::make_index_sequence<kLanes<T>>{}); }
+
+#if defined(__clang__) || __GNUC__ >= 12
+#define EFLA_SHUFFLE(T, a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
+#else
+#define EFLA_SHUFFLE(T, a, b, ...) __builtin_shuffle(a, b, IntVec<T>{__VA_ARGS__})
+#endif
+
+template <class T, size_t... I> EFLA_INLINE Vec<T> even_of(Vec<T> a, Vec<T> b, std::index_sequence<I...>) {
+  return EFLA_SHUFFLE(T, a, b, (2 * I)...);
+}
+template <class T, size_t... I> EFLA_INLINE Vec<T> odd_of(Vec<T> a, Vec<T> b, std::index_sequence<I...>) {
+  return EFLA_SHUFFLE(T, a, b, (2 * I + 1)...);
+}
+template <class T, size_t... I> EFLA_INLINE Vec<T> zip_low_of(Vec<T> a, Vec<T> b, std::index_sequence<I...>) {
+  return EFLA_SHUFFLE(T, a, b, (I / 2 + (I % 2) * sizeof...(I))...);
+}
+template <class T, size_t... I> EFLA_INLINE Vec<T> zip_high_of(Vec<T> a, Vec<T> b, std::index_sequence<I...>) {
+  return EFLA_SHUFFLE(T, a, b, (sizeof...(I) / 2 + I / 2 + (I % 2) * sizeof...(I))...);
+}
+
+// Lane i of the result is the sum over the lanes of v[i]. Destroys v.
+template <class T> EFLA_INLINE Vec<T> sum_each(Vec<T> (&v)[kLanes<T>]) {
+  constexpr auto lanes = std::make_index_sequence<kLanes<T>>{};
+  EFLA_UNROLL for (int n = kLanes<T>; n > 1; n /= 2) {
+    EFLA_UNROLL for (int i = 0; i < n / 2; ++i) {
+      v[i] = even_of<T>(v[2 * i], v[2 * i + 1], lanes) + odd_of<T>(v[2 * i], v[2 * i + 1], lanes);
+    }
+  }
+  return v[0];
+}
+
+template <class T> EFLA_INLINE T sum(Vec<T> v) {
+  T s = 0;
+  for (int i = 0; i < kLanes<T>; ++i) s += v[i];
+  return s;
+}
+
+// v becomes its transpose, as a square matrix of rows.
+template <class T> EFLA_INLINE void transpose_square(Vec<T> (&v)[kLanes<T>]) {
+  constexpr int n = kLanes<T>;
+  constexpr auto lanes = std::make_index_sequence<n>{};
+  EFLA_UNROLL for (int stage = 1; stage < n; stage *= 2) {
+    Vec<T> next[n];
+    EFLA_UNROLL for (int i = 0; i < n / 2; ++i) {
+      next[2 * i] = zip_low_of<T>(v[i], v[i + n / 2], lanes);
+      next[2 * i + 1] = zip_high_of<T>(v[i], v[i + n / 2], lanes);
+    }
+    EFLA_UNROLL for (int i = 0; i < n; ++i) v[i] = next[i];
+  }
+}
+
+// to[c * to_stride + r] = from[r * from_stride + c] for `rows` x `columns`, both multiples of 16.
+template <class T>
+EFLA_INLINE void transpose(const T* from, int from_stride, T* to, int to_stride, int rows, int columns) {
+  constexpr int n = kLanes<T>;
+  for (int r = 0; r < rows; r += n) {
+    for (int c = 0; c < columns; c += n) {
+      Vec<T> v[n];
+      EFLA_UNROLL for (int i = 0; i < n; ++i) v[i] = load(from + (r + i) * from_stride + c);
+      transpose_square<T>(v);
+      EFLA_UNROLL for (int i = 0; i < n; ++i) store(to + (c + i) * to_stride + r, v[i]);
+    }
+  }
+}
+
+// Hands out 64-byte aligned pieces of one allocation; with a null base it only counts.
+struct Arena {
+  char* base;
+  size_t used = 0;
+  template <class T> T* take(size_t count) {
+    T* p = base ? reinterpret_cast<T*>(base + used) : nullptr;
+    used += (count * sizeof(T) + 63) / 64 * 64;
+    return p;
+  }
+};
+
+EFLA_INLINE int round_up(int n, int multiple) { return (n + multiple - 1) / multiple * multiple; }
+
+}  // namespace efla::EFLA_ISA
