@@ -20,8 +20,10 @@ namespace efla {
 namespace {
 
 using ParallelEntry = void (*)(void (*)(void*), void*, unsigned, unsigned);
+using CountEntry = int (*)();
 
 std::atomic<ParallelEntry> g_parallel{nullptr};
+std::atomic<CountEntry> g_thread_number{nullptr}, g_team_size{nullptr};
 std::atomic<bool> g_forked{false};
 
 struct Level {
@@ -97,9 +99,13 @@ bool set_parallel_runtime(const std::string& path) {
   void* library = path.empty() ? RTLD_DEFAULT : dlopen(path.c_str(), RTLD_NOLOAD | RTLD_LAZY);
   if (!path.empty() && !library) return false;
   auto entry = reinterpret_cast<ParallelEntry>(dlsym(library, "GOMP_parallel"));
-  if (!entry) return false;
+  auto thread_number = reinterpret_cast<CountEntry>(dlsym(library, "omp_get_thread_num"));
+  auto team_size = reinterpret_cast<CountEntry>(dlsym(library, "omp_get_num_threads"));
+  if (!entry || !thread_number || !team_size) return false;
   static const int registered = pthread_atfork(nullptr, nullptr, [] { g_forked.store(true); });
   if (registered != 0) return false;
+  g_thread_number.store(thread_number);
+  g_team_size.store(team_size);
   g_parallel.store(entry);
   return true;
 #else
@@ -117,6 +123,12 @@ void run_parallel(int threads, void (*body)(void*), void* argument) {
   } else {
     body(argument);
   }
+}
+
+TeamPlace team_place() {
+  CountEntry number = g_thread_number.load(), size = g_team_size.load();
+  if (!number || !size || g_forked.load()) return {0, 1};
+  return {number(), size()};
 }
 
 }  // namespace efla

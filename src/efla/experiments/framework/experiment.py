@@ -1,0 +1,76 @@
+"""What an experiment is: a typed config, a grid of cells, and a function that runs one cell and returns its rows."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar, Generic, Protocol, TypeVar
+
+from efla.experiments.framework.records import Record, protocol_of
+
+__all__ = ["Cell", "Experiment", "Record", "Report"]
+
+C = TypeVar("C")
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One independent piece of work. ``settings`` are the values that tell it from the other cells of the grid."""
+
+    settings: Record
+
+    @property
+    def id(self) -> str:
+        """A name that is the same in every run: ``arm=exact-flow rate=0.003 seed=0``."""
+        return " ".join(f"{key}={value}" for key, value in self.settings.items())
+
+
+class Report(Protocol):
+    """Tells the progress display how far a cell is: ``report(0.4, loss=1.2)``."""
+
+    def __call__(self, fraction: float, **values: float) -> None: ...
+
+
+class Experiment(ABC, Generic[C]):
+    """An experiment; a subclass states its name and its config class, lists cells and runs one."""
+
+    name: ClassVar[str]
+    title: ClassVar[str]
+    config_class: ClassVar[type[Any]]
+    """A frozen dataclass of JSON values; fields with metadata ``GRID`` choose cells and may differ within a folder."""
+
+    def __init__(self, config: C) -> None:
+        self.config = config
+
+    @classmethod
+    def folder_name(cls) -> str:
+        """Experiments that read the same cells share a folder, and so this name."""
+        return cls.name
+
+    def protocol(self) -> Record:
+        """What must not change within an output folder."""
+        return protocol_of(self.config)
+
+    @abstractmethod
+    def cells(self) -> list[Cell]:
+        """The grid, in the order in which it is worth running."""
+
+    @abstractmethod
+    def run_cell(self, cell: Cell, report: Report) -> list[Record]:
+        """Run one cell. Returns its rows; the last one (``"row": "cell"``) sums it up and marks it as finished."""
+
+    def prepare(self) -> None:
+        """Check once, before any worker starts, what all cells need (data files, say); raise a clear error if absent."""
+        return None
+
+    @classmethod
+    def plot(cls, rows: Sequence[Record], folder: Path) -> list[Path]:
+        """Draw the figures from rows alone; returns the files written."""
+        return []
+
+    @classmethod
+    def text_summary(cls, rows: Sequence[Record]) -> str:
+        """What a terminal shows at the end, from rows alone (rich markup)."""
+        return ""

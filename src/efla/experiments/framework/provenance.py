@@ -1,0 +1,64 @@
+"""Where a row comes from: versions, git commit, machine."""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+from functools import cache
+from pathlib import Path
+
+import numpy
+import torch
+
+import efla
+from efla.experiments.framework.records import Record
+
+
+@cache
+def versions() -> dict[str, str]:
+    """Versions of what the numbers depend on."""
+    return {
+        "efla": efla.__version__,
+        "torch": torch.__version__,
+        "numpy": numpy.__version__,
+        "python": platform.python_version(),
+    }
+
+
+@cache
+def git_commit() -> str | None:
+    """The commit of the source tree, with ``+changes`` if it was edited since; ``None`` outside a repository."""
+    folder = Path(__file__).parent
+    commit = _git(folder, "rev-parse", "HEAD")
+    if commit is None:
+        return None
+    changed = _git(folder, "status", "--porcelain", "--untracked-files=no")
+    return commit + ("+changes" if changed else "")
+
+
+@cache
+def machine() -> Record:
+    """Processor, its cores and the operating system."""
+    return {"processor": _processor(), "cores": os.cpu_count(), "system": f"{platform.system()} {platform.machine()}"}
+
+
+def _git(folder: Path, *arguments: str) -> str | None:
+    try:
+        done = subprocess.run(
+            ["git", "-C", str(folder), "--no-optional-locks", *arguments],
+            capture_output=True, text=True, timeout=10, check=True,
+        )  # fmt: skip
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.strip()
+
+
+def _processor() -> str:
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine()

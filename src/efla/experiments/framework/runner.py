@@ -1,0 +1,111 @@
+"""Running the cells of an experiment that an output folder does not hold yet."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from efla.errors import unknown_name
+from efla.experiments.framework.display import Display
+from efla.experiments.framework.execute import Event
+from efla.experiments.framework.experiment import Cell, Experiment
+from efla.experiments.framework.folder import RunFolder
+from efla.experiments.framework.processes import Emit, run_in_processes, run_inline
+from efla.experiments.framework.ray_cluster import run_on_ray
+
+EXECUTORS = ("inline", "process", "ray")
+
+
+@dataclass(frozen=True)
+class RunSummary:
+    """How many cells were run now, how many were there already, and how many damaged lines were set aside."""
+
+    ran: int
+    skipped: int
+    repaired: int
+
+
+def run(
+    experiment: Experiment[Any],
+    output: Path,
+    *,
+    executor: str = "process",
+    workers: int = 1,
+    threads: int = 1,
+    console: Console | None = None,
+) -> RunSummary:
+    """Run every cell of the grid that ``output`` does not hold; each is written as soon as it is finished.
+
+    A cell that fails does not stop the others; at the end the failures are raised as one error. Ctrl-C ends the workers
+    and loses the cells in progress only: the same command continues.
+    """
+    if executor not in EXECUTORS:
+        raise unknown_name("executor", executor, EXECUTORS)
+    if workers < 1 or threads < 1:
+        raise ValueError(f"workers and threads must be at least 1, got {workers} and {threads}")
+    console = console or Console(stderr=True)
+    cells = experiment.cells()
+    _check_grid(cells)
+    experiment.prepare()
+    with RunFolder.open(output, experiment.folder_name(), experiment.protocol()) as folder:
+        if folder.repaired:
+            console.print(f"{folder.repaired} half-written lines were set aside in {output}; their cells run again")
+        finished = folder.finished()
+        to_do = [cell for cell in cells if cell.id not in finished]
+        skipped = len(cells) - len(to_do)
+        if skipped:
+            console.print(f"{skipped} of {len(cells)} cells are in {output} already")
+        failures: list[Event] = []
+        with Display(len(cells), skipped, workers, console) as display:
+
+            def emit(event: Event) -> None:
+                if event.kind == "finished":
+                    assert event.rows is not None
+                    folder.append(event.rows)
+                elif event.kind == "failed":
+                    failures.append(event)
+                display.show(event)
+
+            try:
+                _execute(executor, experiment, to_do, workers, threads, emit)
+            except KeyboardInterrupt:
+                done = len(folder.finished() & {cell.id for cell in cells})
+                console.print(
+                    f"stopped: {done} of {len(cells)} cells are finished and safe; the same command continues"
+                )
+                raise
+        summary = RunSummary(len(to_do) - len(failures), skipped, folder.repaired)
+    if failures:
+        first = failures[0]
+        raise RuntimeError(
+            f"{len(failures)} of {len(to_do)} cells failed; the others are safe in {output}. "
+            f"The first was '{first.cell.id}':\n{first.message.strip()}"
+        )
+    return summary
+
+
+def _execute(
+    executor: str, experiment: Experiment[Any], cells: Sequence[Cell], workers: int, threads: int, emit: Emit
+) -> None:
+    if not cells:
+        return
+    if executor == "inline":
+        run_inline(experiment, cells, threads, emit)
+    elif executor == "process":
+        run_in_processes(experiment, cells, workers, threads, emit)
+    else:
+        run_on_ray(experiment, cells, workers, threads, emit)
+
+
+def _check_grid(cells: Sequence[Cell]) -> None:
+    seen: set[str] = set()
+    for cell in cells:
+        if cell.id in seen:
+            raise ValueError(f"cell '{cell.id}' is in the grid twice")
+        seen.add(cell.id)
+    if not cells:
+        raise ValueError("the grid has no cells; give at least one arm, rate and seed")

@@ -1,0 +1,93 @@
+"""Means over seeds with their spread, and the rule by which a claim is seen, not seen or reversed."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+
+class Spread(NamedTuple):
+    """Mean and standard deviation over seeds (n - 1 in the denominator; not-a-number for one seed)."""
+
+    mean: float
+    std: float
+    n: int
+
+    def text(self, unit: float = 1.0, digits: int = 1) -> str:
+        """``81.2 ± 0.4``; one seed has no ±."""
+        if self.n and math.isnan(self.mean):
+            return "not finite"
+        if self.n == 0:
+            return "–"  # noqa: RUF001
+        spread = "" if self.n < 2 else f" ± {self.std * unit:.{digits}f}"
+        return f"{self.mean * unit:.{digits}f}{spread}"
+
+
+def spread(values: Iterable[float]) -> Spread:
+    """Mean and standard deviation of the values; a non-finite one makes the mean not-a-number, it is not left out."""
+    array = np.asarray(list(values), dtype=np.float64)
+    if len(array) == 0 or not np.isfinite(array).all():
+        return Spread(math.nan, math.nan, len(array))
+    return Spread(float(array.mean()), float(array.std(ddof=1)) if len(array) > 1 else math.nan, len(array))
+
+
+def level_mean(values: Sequence[float]) -> float:
+    """Mean over levels, trapezoid on the level's index: (v_0/2 + v_1 + ... + v_n/2) / n."""
+    array = np.asarray(values, dtype=np.float64)
+    if len(array) < 2:
+        raise ValueError(f"a mean over levels needs at least two levels, got {len(array)}")
+    return float((array[:-1] + array[1:]).sum() / (2 * (len(array) - 1)))
+
+
+SEEN, NOT_SEEN, REVERSED, NOT_JUDGED = "seen", "not seen", "reversed", "not judged"
+
+
+def compare(ours: Spread, theirs: Spread, *, lower_is_better: bool = False) -> str:
+    """Whether ours is better: "seen" if the means differ by more than the larger standard deviation, "reversed" if they
+    do the other way round, else "not seen"; "not judged" with fewer than two seeds or without a number."""
+    if ours.n < 2 or theirs.n < 2:
+        return NOT_JUDGED
+    if math.isnan(ours.mean) or math.isnan(theirs.mean):
+        # A diverged run has no loss: the arm without one is the worse.
+        if math.isnan(ours.mean) and math.isnan(theirs.mean):
+            return NOT_SEEN
+        return REVERSED if math.isnan(ours.mean) else SEEN
+    difference = (theirs.mean - ours.mean) if lower_is_better else (ours.mean - theirs.mean)
+    if abs(difference) <= max(ours.std, theirs.std):
+        return NOT_SEEN
+    return SEEN if difference > 0 else REVERSED
+
+
+class Claim(NamedTuple):
+    """A sentence of the paper, for one pair of arms: the verdict and the numbers behind it.
+
+    Claims with the same letter and sentence are comparisons of one claim, the most telling one first.
+    """
+
+    letter: str
+    sentence: str
+    pair: str
+    verdict: str
+    numbers: str
+
+
+def grouped(claims: Sequence[Claim]) -> list[tuple[Claim, list[Claim]]]:
+    """Claims by sentence: the first of each, and all its comparisons."""
+    found: dict[tuple[str, str], list[Claim]] = {}
+    for claim in claims:
+        found.setdefault((claim.letter, claim.sentence), []).append(claim)
+    return [(comparisons[0], comparisons) for comparisons in found.values()]
+
+
+def claims_text(claims: Sequence[Claim]) -> list[str]:
+    """The claims as lines for a terminal."""
+    lines = []
+    for first, comparisons in grouped(claims):
+        lines.append(f"({first.letter}) {first.sentence}")
+        lines += [
+            f"    {claim.verdict.upper():<10}  {claim.pair}\n                {claim.numbers}" for claim in comparisons
+        ]
+    return lines

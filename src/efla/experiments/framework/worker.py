@@ -1,0 +1,69 @@
+"""A worker process: cells come in as JSON lines, progress and rows go out as JSON lines. It ends when its parent does.
+
+Started as ``python -m efla.experiments.framework.worker`` by :mod:`efla.experiments.framework.processes`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import sys
+import threading
+import time
+import traceback
+from typing import IO
+
+from efla import experiments
+from efla.experiments.framework.execute import execute
+from efla.experiments.framework.experiment import Cell
+from efla.experiments.framework.records import Record, dumps, from_record
+
+_SECONDS_BETWEEN_REPORTS = 0.2
+
+
+def main() -> None:
+    out = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)  # whatever a library prints must not get between the messages
+    tasks: queue.Queue[Record] = queue.Queue()
+    threading.Thread(target=_listen, args=(sys.stdin, tasks), daemon=True).start()
+    while True:
+        _work(tasks.get(), out)
+
+
+def _listen(stream: IO[str], tasks: queue.Queue[Record]) -> None:
+    for line in stream:
+        tasks.put(json.loads(line))
+    os._exit(0)  # the parent closed the pipe or died, possibly in the middle of a cell: nobody wants its rows any more
+
+
+def _work(task: Record, out: IO[str]) -> None:
+    last = 0.0
+
+    def report(fraction: float, **values: float) -> None:
+        nonlocal last
+        now = time.monotonic()
+        if now - last >= _SECONDS_BETWEEN_REPORTS:
+            last = now
+            _send(out, {"kind": "progress", "fraction": fraction, "values": values})
+
+    try:
+        cls = experiments.get(task["experiment"])
+        experiment = cls(from_record(cls.config_class, task["config"]))
+        rows = execute(experiment, Cell(task["cell"]), report, task["threads"])
+    except Exception:
+        _send(out, {"kind": "failed", "message": traceback.format_exc()})
+    else:
+        _send(out, {"kind": "finished", "rows": rows})
+
+
+def _send(out: IO[str], message: Record) -> None:
+    try:
+        out.write(dumps(message) + "\n")
+        out.flush()
+    except BrokenPipeError:
+        os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Loss and accuracy of the sequential MNIST runs against the learning rate."""

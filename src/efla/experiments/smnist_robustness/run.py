@@ -1,0 +1,115 @@
+"""The sequential MNIST runs: one cell trains one arm and scores it; rows only, no figures."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+
+import torch
+
+from efla.data import smnist
+from efla.experiments.framework.experiment import Cell, Experiment, Record, Report
+from efla.experiments.smnist_robustness.config import SmnistConfig
+from efla.experiments.smnist_robustness.model import Classifier, build, parameter_count
+from efla.experiments.smnist_robustness.perturb import perturb
+from efla.experiments.smnist_robustness.train import Data, backend_used, evaluate, summary, train
+
+
+class SmnistRobustness(Experiment[SmnistConfig]):
+    """Sequential MNIST under pixel dropout, intensity scaling and noise."""
+
+    name = "smnist"
+    title = "Sequential MNIST under corruption"
+    config_class = SmnistConfig
+
+    @classmethod
+    def folder_name(cls) -> str:
+        return "smnist"  # the learning-rate experiment reads the same runs
+
+    def cells(self) -> list[Cell]:
+        """Rates outermost and seeds in the middle, so that the first cells already compare all arms."""
+        found: dict[str, Cell] = {}
+        for group in self.config.groups:
+            for rate in group.rates:
+                for seed in group.seeds:
+                    for arm in group.arms:
+                        cell = Cell({"block": group.block, "arm": arm, "rate": rate, "seed": seed})
+                        found.setdefault(cell.id, cell)
+        return list(found.values())
+
+    def prepare(self) -> None:
+        data = smnist.load(self.config.dataset, self.config.folder)
+        Data.of(data, self.config)
+
+    def run_cell(self, cell: Cell, report: Report) -> list[Record]:
+        config, settings = self.config, cell.settings
+        mnist, data = _data(config)
+        model = build(config, settings["block"], settings["arm"], settings["seed"])
+        result = train(model, data, config, settings["rate"], settings["seed"], report)
+        model.eval()
+        every = torch.from_numpy(data.test_x)
+        picked = data.indices(config.clean_on)
+        clean = evaluate(model, every[picked], data.test_y[picked])
+        report(0.92, loss=result.losses[-1] if result.losses else float("nan"), accuracy=clean.accuracy)
+        rows = self._corrupted(model, data, report) if settings["rate"] in config.perturbed_rates else []
+        about = {"length": config.length, "steps": config.steps}
+        rows = [row | about for row in rows]
+        rows.append(
+            about
+            | {
+                "parameters": parameter_count(model),
+                "backend": backend_used(config),
+                "clean_accuracy": clean.accuracy,
+                "clean_nonfinite": clean.nonfinite,
+                "clean_images": len(picked),
+                "accuracies": result.accuracies,
+                "data": {
+                    "description": mnist.description, "digest": mnist.digest, "source": mnist.source,
+                    "train": len(data.train_y), "test": len(data.test_y),
+                },
+                **summary(result, config),
+                "show": {"loss": result.losses[-1] if result.losses else float("nan"), "accuracy": clean.accuracy},
+            }
+        )  # fmt: skip
+        return rows
+
+    def _corrupted(self, model: Classifier, data: Data, report: Report) -> list[Record]:
+        """One row per kind and level: accuracy, share of non-finite rows, beta * lam; retention is relative to level one."""
+        picked, rows = data.indices(self.config.perturbed_on), []
+        labels = data.test_y[picked]
+        total = sum(map(len, self.config.levels().values()))
+        for kind, levels in self.config.levels().items():
+            first = None
+            for level in levels:
+                x = torch.from_numpy(perturb(data.test_x, kind, level))[picked]
+                score = evaluate(model, x, labels)
+                first = score.accuracy if first is None else first
+                rows.append(
+                    {
+                        "row": "level", "kind": kind, "level": level, "accuracy": score.accuracy,
+                        "retention": score.accuracy / first if first else None, "nonfinite": score.nonfinite,
+                        "median_step_size": score.median_step_size, "largest_step_size": score.largest_step_size,
+                        "images": len(labels),
+                    }
+                )  # fmt: skip
+                report(0.92 + 0.08 * len(rows) / total, accuracy=score.accuracy)
+        return rows
+
+    @classmethod
+    def plot(cls, rows: Sequence[Record], folder: Path) -> list[Path]:
+        from efla.experiments.smnist_robustness.plot import plot
+
+        return plot(rows, folder)
+
+    @classmethod
+    def text_summary(cls, rows: Sequence[Record]) -> str:
+        from efla.experiments.smnist_robustness.claims import text_summary
+
+        return text_summary(rows)
+
+
+@cache
+def _data(config: SmnistConfig) -> tuple[smnist.Mnist, Data]:
+    mnist = smnist.load(config.dataset, config.folder)
+    return mnist, Data.of(mnist, config)

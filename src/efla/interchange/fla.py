@@ -1,0 +1,220 @@
+"""flash-linear-attention's configurations and tensor names, to ours and back.
+
+Four of its model types: ``delta_net``, ``gated_deltanet``, ``mamba2`` and ``transformer``, and the first two with softmax
+layers among them. ``mamba2`` covers transformers' own Mamba-2 checkpoints too, whose tensors have the same names.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any, cast
+
+from efla.errors import unknown_name
+from efla.models.configuration_efla import EflaConfig
+
+MODEL_TYPES = ("delta_net", "gated_deltanet", "mamba2", "transformer")
+_RULES = {"delta_net": "delta", "gated_deltanet": "gated_delta"}
+
+# Fields with the same name and meaning on both sides.
+_SHARED = (
+    "vocab_size hidden_size num_hidden_layers norm_eps initializer_range max_position_embeddings tie_word_embeddings "
+    "use_cache pad_token_id bos_token_id eos_token_id"
+)
+# What fla may be asked to do and this library does not: field -> the only value taken.
+_FIXED: dict[str, dict[str, Any]] = {
+    "delta_net": {"use_beta": True, "qk_norm": "l2", "qk_activation": "silu", "attnres_block_size": None},
+    "gated_deltanet": {"attnres_block_size": None},
+    "mamba2": {
+        "use_bias": False,
+        "use_conv_bias": True,
+        "D_has_hdim": False,
+        "rmsnorm": True,
+        "norm_before_gate": False,
+    },
+    "transformer": {"qkv_bias": False, "qk_norm": False, "window_size": None, "attnres_block_size": None},
+}
+
+# Patterns of ours and theirs; the first pair that matches is used. {} stands for a layer's number.
+_BLOCK_NAMES = (
+    ("model.embed_tokens.", "model.embeddings."),
+    ("model.layers.{}.mixer_norm.", "model.layers.{}.attn_norm."),
+    ("model.layers.{}.mixer.q_conv.", "model.layers.{}.attn.q_conv1d."),
+    ("model.layers.{}.mixer.k_conv.", "model.layers.{}.attn.k_conv1d."),
+    ("model.layers.{}.mixer.v_conv.", "model.layers.{}.attn.v_conv1d."),
+    ("model.layers.{}.mixer.", "model.layers.{}.attn."),
+)
+_MAMBA_NAMES = (
+    ("model.embed_tokens.", "backbone.embeddings."),
+    ("model.layers.{}.mixer_norm.", "backbone.layers.{}.norm."),
+    ("model.layers.{}.mixer.conv.", "backbone.layers.{}.mixer.conv1d."),
+    ("model.layers.{}.mixer.", "backbone.layers.{}.mixer."),
+    ("model.norm.", "backbone.norm_f."),
+)
+
+
+def config_from_fla(fla: dict[str, Any]) -> EflaConfig:
+    """Our configuration for a config.json of flash-linear-attention."""
+    kind = fla.get("model_type")
+    if kind not in MODEL_TYPES:
+        raise unknown_name("flash-linear-attention model type", kind, MODEL_TYPES)
+    for field, value in _FIXED[kind].items():
+        if fla.get(field, value) != value:
+            raise ValueError(f"{kind} with {field} = {fla[field]!r} has no counterpart here; only {value!r} has")
+    ours: dict[str, Any] = {key: fla[key] for key in _SHARED.split() if key in fla}
+    ours["conv_init"] = "normal"
+    hidden, layers = int(fla["hidden_size"]), int(fla["num_hidden_layers"])
+    if kind == "mamba2":
+        limit = [_number(x) for x in fla.get("dt_limit") or fla.get("time_step_limit") or (0.0, "inf")]
+        if limit != [0.0, float("inf")]:
+            raise ValueError(f"mamba2 with dt_limit = {limit} has no counterpart here; only (0, inf) has")
+        ours.update(
+            mixers=["mamba2"],
+            intermediate_size=0,
+            mamba_expand=int(fla.get("expand", 2)),
+            mamba_head_dim=fla.get("head_dim", 64),
+            mamba_state_size=fla.get("state_size", 128),
+            mamba_num_groups=fla.get("n_groups", 1),
+            conv_size=fla.get("conv_kernel", 4),
+            norm_eps=fla.get("norm_eps", fla.get("layer_norm_epsilon", 1e-5)),
+            residual_in_fp32=fla.get("residual_in_fp32", True),
+        )
+        if ours["mamba_num_groups"] != 1:
+            raise ValueError("mamba2 with n_groups other than 1 normalises by group, which this library does not")
+        return EflaConfig(**ours)
+    if fla.get("hidden_act", "swish") not in ("swish", "silu"):
+        raise ValueError(f"hidden_act = {fla['hidden_act']!r} has no counterpart here; only 'swish' has")
+    ours["intermediate_size"] = fla.get("intermediate_size") or _fla_width(hidden, fla.get("hidden_ratio") or 4)
+    if kind == "transformer":
+        ours.update(mixers=["softmax"], **_softmax_fields(fla))
+        return EflaConfig(**ours)
+    if fla.get("output_gate_activation", "swish") not in ("swish", "silu"):
+        raise ValueError(
+            f"output_gate_activation = {fla['output_gate_activation']!r} has no counterpart here; only 'swish' has"
+        )
+    heads = int(fla["num_heads"])
+    value_heads = int(fla.get("num_v_heads") or heads)
+    if kind == "delta_net":
+        key_dim = round(hidden * fla.get("expand_k", 1.0)) // heads
+        value_dim = round(hidden * fla.get("expand_v", 1.0)) // heads
+    else:
+        key_dim = int(fla.get("head_dim", 256))
+        value_dim = round(key_dim * fla.get("expand_v", 2.0))
+    ours.update(
+        rule=_RULES[kind],
+        num_heads=value_heads,
+        num_key_heads=heads,
+        head_dim=key_dim,
+        value_head_dim=value_dim,
+        conv_size=fla.get("conv_size", 4) if fla.get("use_short_conv", True) else 0,
+        output_gate=fla.get("use_gate", kind == "gated_deltanet"),
+        allow_neg_eigval=fla.get("allow_neg_eigval", False),
+        key_norm=True,
+        query_norm=True,
+    )
+    if fla.get("attn"):
+        softmax_layers = set(fla["attn"]["layers"])
+        ours["mixers"] = ["softmax" if i in softmax_layers else "linear" for i in range(layers)]
+        ours.update(_softmax_fields(fla["attn"]))
+    return EflaConfig(**ours)
+
+
+def config_to_fla(config: EflaConfig) -> dict[str, Any]:
+    """flash-linear-attention's config.json for one of ours, or an error that says what it has no counterpart for."""
+    mixers = cast(list[str], config.mixers)
+    kinds = set(mixers) - {"softmax"}
+    fla: dict[str, Any] = {key: getattr(config, key) for key in _SHARED.split()}
+    is_mamba = kinds == {"mamba2"}
+    if len(kinds) > 1 or not kinds <= {"delta", "gated_delta", "mamba2"} or (is_mamba and "softmax" in mixers):
+        raise _no_counterpart(" and ".join(sorted(set(mixers))) + " layers")
+    if is_mamba == bool(config.intermediate_size):
+        raise _no_counterpart("mamba2 with MLPs" if is_mamba else "layers without MLPs")
+    if is_mamba:
+        if config.mamba_num_groups != 1:
+            raise _no_counterpart("mamba_num_groups other than 1")
+        fla.update(
+            model_type="mamba2",
+            architectures=["Mamba2ForCausalLM"],
+            expand=config.mamba_expand,
+            head_dim=config.mamba_head_dim,
+            state_size=config.mamba_state_size,
+            n_groups=1,
+            conv_kernel=config.conv_size,
+            residual_in_fp32=config.residual_in_fp32,
+        )
+        return fla
+    fla["intermediate_size"] = config.intermediate_size
+    softmax = {
+        "num_heads": config.num_attention_heads,
+        "num_kv_heads": config.num_key_value_heads,
+        "rope_theta": config.rope_theta,
+        "qkv_bias": False,
+        "window_size": None,
+    }
+    if "softmax" in mixers and config.attention_head_dim != config.hidden_size // config.num_attention_heads:
+        raise _no_counterpart("an attention head width other than hidden_size / num_attention_heads")
+    if not kinds:
+        fla.update(model_type="transformer", architectures=["TransformerForCausalLM"], **softmax)
+        return fla
+    rule = kinds.pop()
+    if config.key_norm is False or not config.query_norm:
+        raise _no_counterpart("keys or queries without L2 norm")
+    if config.gate != "mamba" and rule == "gated_delta":
+        raise _no_counterpart(f"the gate {config.gate!r}")
+    K, V = cast(int, config.head_dim), cast(int, config.value_head_dim)
+    fla.update(
+        num_heads=config.num_key_heads,
+        use_short_conv=config.conv_size > 0,
+        conv_size=config.conv_size or 4,
+        allow_neg_eigval=config.allow_neg_eigval,
+        use_gate=rule == "gated_delta" if config.output_gate is None else config.output_gate,
+    )
+    if "softmax" in mixers:
+        fla["attn"] = {"layers": [i for i, mixer in enumerate(mixers) if mixer == "softmax"], **softmax}
+    if rule == "gated_delta":
+        fla.update(model_type="gated_deltanet", architectures=["GatedDeltaNetForCausalLM"])
+        fla.update(head_dim=K, expand_v=V / K, num_v_heads=config.num_heads)
+        return fla
+    if config.num_key_heads != config.num_heads:
+        raise _no_counterpart("DeltaNet with fewer key than value heads")
+    fla.update(model_type="delta_net", architectures=["DeltaNetForCausalLM"])
+    fla.update(expand_k=config.num_heads * K / config.hidden_size, expand_v=config.num_heads * V / config.hidden_size)
+    return fla
+
+
+def rename(key: str, kind: str, to_fla: bool) -> str:
+    """A tensor's name on the other side; ``kind`` is fla's model type."""
+    for pair in _MAMBA_NAMES if kind == "mamba2" else _BLOCK_NAMES:
+        here, there = pair if to_fla else pair[::-1]
+        match = re.match(re.escape(here).replace(r"\{\}", r"(\d+)"), key)
+        if match:
+            return there.format(*match.groups()) + key[match.end() :]
+    return key
+
+
+def _softmax_fields(fla: dict[str, Any]) -> dict[str, Any]:
+    for field, value in _FIXED["transformer"].items():
+        if fla.get(field, value) != value:
+            raise ValueError(
+                f"softmax attention with {field} = {fla[field]!r} has no counterpart here; only {value!r} has"
+            )
+    return {
+        "num_attention_heads": fla["num_heads"],
+        "num_key_value_heads": fla.get("num_kv_heads"),
+        "rope_theta": fla.get("rope_theta") or 10_000.0,
+    }
+
+
+def _number(value: Any) -> float:
+    """A number of a config.json, where transformers writes infinity as {"__float__": "Infinity"}."""
+    return float(value["__float__"] if isinstance(value, dict) else value)
+
+
+def _fla_width(hidden_size: int, ratio: float) -> int:
+    return 256 * -(-int(hidden_size * ratio * 2 / 3) // 256)
+
+
+def _no_counterpart(what: str) -> ValueError:
+    return ValueError(
+        f"flash-linear-attention has no model for {what}; it can take delta, gated_delta (also mixed with softmax), "
+        "mamba2 and softmax models"
+    )

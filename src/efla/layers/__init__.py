@@ -1,0 +1,13 @@
+"""Layers, each usable alone in any ``nn.Module``."""
+
+from __future__ import annotations
+
+from efla.layers.attention import LinearAttention
+from efla.layers.mamba2 import Mamba2
+from efla.layers.mlp import SwiGLU
+from efla.layers.norm import RMSNorm
+from efla.layers.short_conv import ShortConvolution
+from efla.layers.softmax_attention import SoftmaxAttention
+from efla.layers.state import MixerState
+
+__all__ = ["LinearAttention", "Mamba2", "MixerState", "RMSNorm", "ShortConvolution", "SoftmaxAttention", "SwiGLU"]

@@ -1,0 +1,208 @@
+"""The linear-attention mixer: projections, short convolutions, one scan by any rule, output norm.
+
+Shapes: B batch, T tokens, Hk and H key and value heads, K and V widths per head, N packed sequences.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+import efla.scans.api as scans
+from efla import rules
+from efla.errors import unknown_name
+from efla.layers.gate import GATES, draw_dt_bias, draw_log_rate, mamba_log_gate
+from efla.layers.norm import RMSNorm
+from efla.layers.short_conv import ShortConvolution
+from efla.layers.state import MixerState
+from efla.scans.keys import l2_normalize
+
+
+class LinearAttention(nn.Module):
+    """Token mixer whose memory is updated by a rule (paper: section on the EFLA layer; spec lm.md 3.1).
+
+        q, k, v = silu(conv(W x)),  beta = sigmoid(Wb x),  log_gate = -exp(A_log) softplus(Wa x + dt_bias)
+        S_t = exp(log_decay) (I - erase k k^T) S_{t-1} + write k v^T,      o_t = K^-1/2 S_t^T q_t
+        y = Wo( RMSNorm_V(o) * silu(Wg x) )          (the factor silu(Wg x) with ``output_gate`` only)
+
+    x, y: [B, T, hidden_size]. The rule takes beta and log_gate as it needs them and gives (log_decay, erase, write).
+
+    rule: a name of :func:`efla.rules.names`, or a rule object. value_head_dim: V, default K.
+    num_key_heads: fewer key than value heads, default as many. conv_size: 0 leaves the convolutions out.
+    key_norm: L2-normalise keys; default only where the rule is not contractive for every key (delta, gated_delta).
+    query_norm: L2-normalise queries. output_gate: default for rules with a forget gate.
+    gate: "mamba" as above, or "logsigmoid" for log_gate = logsigmoid(Wa x) / 16.
+    allow_neg_eigval: doubles beta, as flash-linear-attention's option of that name.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        *,
+        num_heads: int,
+        head_dim: int,
+        value_head_dim: int | None = None,
+        num_key_heads: int | None = None,
+        rule: str | rules.UpdateRule = "efla",
+        conv_size: int = 4,
+        conv_init: str = "default",
+        key_norm: bool | None = None,
+        query_norm: bool = True,
+        output_gate: bool | None = None,
+        gate: str = "mamba",
+        allow_neg_eigval: bool = False,
+        eps: float = 1e-6,
+        backend: str = "auto",
+        chunk_size: int = 64,
+    ) -> None:
+        super().__init__()
+        self.rule = rules.get(rule)
+        self.num_heads = num_heads
+        self.num_key_heads = num_heads if num_key_heads is None else num_key_heads
+        if self.num_heads % self.num_key_heads:
+            raise ValueError(
+                f"num_heads must be a multiple of num_key_heads = {self.num_key_heads}, got {num_heads}; "
+                "each key head serves the same number of value heads"
+            )
+        if gate not in GATES:
+            raise unknown_name("gate", gate, GATES)
+        self.head_dim = head_dim
+        self.value_head_dim = head_dim if value_head_dim is None else value_head_dim
+        self.key_norm = not self.rule.contractive if key_norm is None else key_norm
+        self.query_norm = query_norm
+        self.gate = gate
+        self.allow_neg_eigval = allow_neg_eigval
+        self.backend = backend
+        self.chunk_size = chunk_size
+        key_size = self.num_key_heads * head_dim
+        value_size = num_heads * self.value_head_dim
+
+        self.q_proj = nn.Linear(hidden_size, key_size, bias=False)
+        self.k_proj = nn.Linear(hidden_size, key_size, bias=False)
+        self.v_proj = nn.Linear(hidden_size, value_size, bias=False)
+        self.q_conv = ShortConvolution(key_size, conv_size) if conv_size else None
+        self.k_conv = ShortConvolution(key_size, conv_size) if conv_size else None
+        self.v_conv = ShortConvolution(value_size, conv_size) if conv_size else None
+        for conv in (self.q_conv, self.k_conv, self.v_conv):
+            if conv is not None:
+                conv.reset_parameters(conv_init)
+        self.b_proj = nn.Linear(hidden_size, num_heads, bias=False) if self.rule.needs_beta else None
+        self.a_proj = nn.Linear(hidden_size, num_heads, bias=False) if self.rule.needs_gate else None
+        if self.rule.needs_gate and gate == "mamba":
+            self.A_log = nn.Parameter(draw_log_rate(num_heads))
+            self.dt_bias = nn.Parameter(draw_dt_bias(num_heads))
+        has_output_gate = self.rule.needs_gate if output_gate is None else output_gate
+        self.g_proj = nn.Linear(hidden_size, value_size, bias=False) if has_output_gate else None
+        self.o_norm = RMSNorm(self.value_head_dim, eps)
+        self.o_proj = nn.Linear(value_size, hidden_size, bias=False)
+
+    def initial_values(self) -> dict[str, Tensor]:
+        """Fresh draws of the parameters that are neither a linear map, a convolution nor a gain."""
+        if not hasattr(self, "A_log"):
+            return {}
+        device = self.A_log.device
+        return {
+            "A_log": draw_log_rate(self.num_heads, device=device),
+            "dt_bias": draw_dt_bias(self.num_heads, device=device),
+        }
+
+    def forward(
+        self,
+        x: Tensor,
+        *,
+        mask: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+        state: MixerState | None = None,
+        output_state: bool = False,
+    ) -> tuple[Tensor, MixerState | None]:
+        """Mix the tokens of x and, if asked, return the state after them.
+
+        mask: [B, T], false at padding, which changes nothing for real tokens wherever it stands.
+        cu_seqlens: [N + 1] borders of sequences in the flattened [B * T] axis, where each row's start is one.
+        """
+        shape = x.shape
+        if cu_seqlens is not None:
+            x = x.reshape(1, -1, shape[-1])
+        q, k, v, conv_state = self._queries_keys_values(x, mask, cu_seqlens, state, output_state)
+        beta, log_gate = self._step_inputs(x)
+        if mask is not None:
+            # The step that does nothing: no key, no strength, no decay.
+            padding = ~mask.bool()
+            k = k.masked_fill(padding[..., None, None], 0)
+            beta, log_gate = (None if s is None else s.masked_fill(padding[..., None], 0) for s in (beta, log_gate))
+        if self.query_norm and not self.key_norm:
+            q = l2_normalize(q.to(torch.promote_types(q.dtype, torch.float32))).to(v.dtype)
+        if self.key_norm and not self.query_norm:
+            k = l2_normalize(k.to(torch.promote_types(k.dtype, torch.float32))).to(v.dtype)
+        o, memory = scans.linear_attention(
+            q,
+            k,
+            v,
+            beta,
+            log_gate,
+            rule=self.rule,
+            initial_state=None if state is None else state.memory,
+            output_final_state=output_state,
+            cu_seqlens=cu_seqlens,
+            qk_l2norm=self.query_norm and self.key_norm,
+            chunk_size=self.chunk_size,
+            backend=self.backend,
+        )
+        o = self.o_norm(o)
+        if self.g_proj is not None:
+            o = o * functional.silu(self.g_proj(x)).view_as(o)
+        y: Tensor = self.o_proj(o.flatten(2))
+        new_state = MixerState(conv_state, cast(Tensor, memory)) if output_state else None
+        return y.view(shape), new_state
+
+    def _queries_keys_values(
+        self, x: Tensor, mask: Tensor | None, cu_seqlens: Tensor | None, state: MixerState | None, output_state: bool
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        """q, k: [B, T, Hk, K], v: [B, T, H, V], and the convolutions' state [B, 2 Hk K + H V, W - 1]."""
+        projected = [self.q_proj(x), self.k_proj(x), self.v_proj(x)]
+        convs = (self.q_conv, self.k_conv, self.v_conv)
+        sizes = [p.shape[-1] for p in projected]
+        past: Sequence[Tensor | None] = [None] * 3
+        if state is not None and state.conv is not None and self.q_conv is not None:
+            past = torch.split(state.conv, sizes, dim=1)
+        states: list[Tensor] = []
+        mixed = []
+        for p, conv, conv_past in zip(projected, convs, past, strict=True):
+            if conv is None:
+                mixed.append(functional.silu(p))
+                continue
+            y, new = conv(p, state=conv_past, mask=mask, cu_seqlens=cu_seqlens, output_state=output_state)
+            mixed.append(y)
+            if new is not None:
+                states.append(new)
+        q, k, v = mixed
+        leading = x.shape[:2]
+        return (
+            q.reshape(*leading, self.num_key_heads, self.head_dim),
+            k.reshape(*leading, self.num_key_heads, self.head_dim),
+            v.reshape(*leading, self.num_heads, self.value_head_dim),
+            torch.cat(states, dim=1) if states else None,
+        )
+
+    def _step_inputs(self, x: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        """beta and log_gate, each [B, T, H] in float32 or wider, or ``None`` where the rule takes none."""
+        wide = torch.promote_types(x.dtype, torch.float32)
+        beta = log_gate = None
+        if self.b_proj is not None:
+            beta = self.b_proj(x).to(wide).sigmoid()
+            if self.allow_neg_eigval:
+                beta = beta * 2
+        if self.a_proj is not None:
+            raw = self.a_proj(x)
+            if self.gate == "mamba":
+                log_gate = mamba_log_gate(raw, self.A_log, self.dt_bias)
+            else:
+                log_gate = functional.logsigmoid(raw.to(wide)) / 16
+        return beta, log_gate
+
+    def extra_repr(self) -> str:
+        return f"rule={self.rule.name!r}, key_norm={self.key_norm}, query_norm={self.query_norm}"

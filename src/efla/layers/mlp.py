@@ -1,0 +1,30 @@
+"""SwiGLU, the feed-forward part of a block."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+from torch.nn import functional
+
+
+class SwiGLU(nn.Module):
+    """Gated feed-forward layer without biases.
+
+        y = Wd( silu(Wg x) * (Wu x) )
+
+    x, y: [..., hidden_size]; the inner width is ``intermediate_size``.
+    """
+
+    def __init__(self, hidden_size: int, intermediate_size: int) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(hidden_size, intermediate_size, bias=False)
+        self.up_proj = nn.Linear(hidden_size, intermediate_size, bias=False)
+        self.down_proj = nn.Linear(intermediate_size, hidden_size, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.down_proj(functional.silu(self.gate_proj(x)) * self.up_proj(x))
+        return y
+
+
+def swiglu_width(hidden_size: int, multiple_of: int = 256) -> int:
+    """The usual inner width, 8/3 of the hidden size rounded up: multiple * ceil(floor(hidden * 4 * 2/3) / multiple)."""
+    return multiple_of * -(-(hidden_size * 4 * 2 // 3) // multiple_of)

@@ -1,0 +1,136 @@
+"""Depthwise causal convolution over a few tokens, with a state, with padding and with packed sequences.
+
+Shapes: B batch, T tokens, D channels, W kernel width, N packed sequences.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from efla.errors import unknown_name
+
+# Below this many tokens the sum of W shifted products beats torch's convolution, whose set-up dominates.
+_FEW_TOKENS = 8
+
+
+class ShortConvolution(nn.Module):
+    """Each channel is convolved with its own few last values, then SiLU.
+
+        y_t = silu( bias + sum_i weight[:, i] * x_{t - W + 1 + i} ),      x = 0 before the start
+
+    x, y: [B, T, D]. ``state`` [B, D, W - 1] holds the last W - 1 inputs, oldest first, which precede the first token.
+    A padded token (``mask`` [B, T] false) is skipped: its neighbours see each other as if it were not there, and its
+    own output is meaningless. ``cu_seqlens`` [N + 1] are borders of sequences in the flattened [B * T] axis; no window
+    reaches over one.
+    """
+
+    def __init__(
+        self, num_channels: int, kernel_size: int = 4, *, bias: bool = False, activation: str | None = "silu"
+    ) -> None:
+        super().__init__()
+        if kernel_size < 2:
+            raise ValueError(f"kernel_size must be at least 2, got {kernel_size}; leave the convolution out instead")
+        if activation not in (None, "silu"):
+            raise unknown_name("activation", activation, ["silu"])
+        self.num_channels = num_channels
+        self.kernel_size = kernel_size
+        self.activation = activation
+        self.weight = nn.Parameter(torch.empty(num_channels, 1, kernel_size))
+        self.bias = nn.Parameter(torch.zeros(num_channels)) if bias else None
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self, init: str = "default", std: float = 0.02) -> None:
+        """``default``: uniform within ±1/sqrt(W), as torch's Conv1d; ``normal``: normal(0, std). Bias 0."""
+        if init == "default":
+            bound = self.kernel_size**-0.5
+            nn.init.uniform_(self.weight, -bound, bound)
+        elif init == "normal":
+            nn.init.normal_(self.weight, 0.0, std)
+        else:
+            raise unknown_name("convolution initialisation", init, ["default", "normal"])
+        if self.bias is not None:
+            nn.init.zeros_(self.bias)
+
+    def forward(
+        self,
+        x: Tensor,
+        *,
+        state: Tensor | None = None,
+        mask: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+        output_state: bool = False,
+    ) -> tuple[Tensor, Tensor | None]:
+        if cu_seqlens is not None:
+            if state is not None or output_state or mask is not None:
+                raise ValueError("packed sequences (cu_seqlens) take neither a state nor a padding mask; pad or pack")
+            return self._activate(self._packed(x, cu_seqlens)), None
+        order = None if mask is None else _real_tokens_first(mask)
+        if order is not None:
+            x = _reorder(x, order)
+        if state is None:
+            window = functional.pad(x, (0, 0, self.kernel_size - 1, 0))  # [B, W - 1 + T, D]
+        else:
+            window = torch.cat([state.transpose(1, 2).to(x.dtype), x], dim=1)
+        y = self._activate(self._convolve(window))
+        new_state = self._last_inputs(window, mask) if output_state else None
+        if order is not None:
+            y = _reorder(y, order.argsort(dim=1))
+        return y, new_state
+
+    def _convolve(self, window: Tensor) -> Tensor:
+        """[B, W - 1 + T, D] -> [B, T, D]."""
+        length = window.shape[1] - self.kernel_size + 1
+        weight = self.weight.to(window.dtype)
+        bias = None if self.bias is None else self.bias.to(window.dtype)
+        if length > _FEW_TOKENS:
+            return functional.conv1d(window.transpose(1, 2), weight, bias, groups=self.num_channels).transpose(1, 2)
+        y = window[:, :length] * weight[:, 0, 0]
+        for i in range(1, self.kernel_size):
+            y = torch.addcmul(y, window[:, i : i + length], weight[:, 0, i])
+        return y if bias is None else y + bias
+
+    def _packed(self, x: Tensor, cu_seqlens: Tensor) -> Tensor:
+        """Sum of shifted products in which a product over a border counts nothing."""
+        flat = x.reshape(-1, x.shape[-1])
+        offset = position_in_sequence(cu_seqlens, flat.shape[0])[:, None]  # [B * T, 1]
+        weight = self.weight.to(x.dtype)
+        y = flat * weight[:, 0, -1]
+        for shift in range(1, self.kernel_size):
+            shifted = functional.pad(flat, (0, 0, shift, 0))[: flat.shape[0]].masked_fill(offset < shift, 0)
+            y = torch.addcmul(y, shifted, weight[:, 0, -1 - shift])
+        return (y if self.bias is None else y + self.bias.to(x.dtype)).view_as(x)
+
+    def _activate(self, y: Tensor) -> Tensor:
+        return functional.silu(y) if self.activation == "silu" else y
+
+    def _last_inputs(self, window: Tensor, mask: Tensor | None) -> Tensor:
+        """The W - 1 inputs before the next token [B, D, W - 1], those of each row's own last real token."""
+        width = self.kernel_size - 1
+        if mask is None:
+            return window[:, window.shape[1] - width :].transpose(1, 2)
+        start = mask.sum(dim=1, keepdim=True)  # real tokens stand first, after W - 1 of the past
+        index = start + torch.arange(width, device=mask.device)
+        return _reorder(window, index).transpose(1, 2)
+
+    def extra_repr(self) -> str:
+        return f"{self.num_channels}, kernel_size={self.kernel_size}, bias={self.bias is not None}"
+
+
+def position_in_sequence(cu_seqlens: Tensor, num_tokens: int) -> Tensor:
+    """How many tokens of the same packed sequence stand before each token: [num_tokens]."""
+    tokens = torch.arange(num_tokens, device=cu_seqlens.device)
+    # The last border at or before a token is the start of its sequence; empty sequences share a border.
+    sequence = torch.searchsorted(cu_seqlens.to(tokens.dtype), tokens, right=True) - 1
+    return tokens - cu_seqlens.to(tokens.dtype)[sequence]
+
+
+def _real_tokens_first(mask: Tensor) -> Tensor:
+    """Order [B, T] that moves each row's padding behind its real tokens and keeps both in sequence."""
+    return torch.argsort((~mask.bool()).to(torch.int8), dim=1, stable=True)
+
+
+def _reorder(x: Tensor, order: Tensor) -> Tensor:
+    return x.gather(1, order[..., None].expand(-1, -1, x.shape[-1]))

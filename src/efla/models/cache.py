@@ -1,0 +1,96 @@
+"""All that is known here about transformers' cache: states in and out of it, and how many tokens it has seen.
+
+The cache is transformers' own (``DynamicCache(config=config)``, or any other it makes from ``config.layer_types``).
+"""
+
+from __future__ import annotations
+
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache
+
+from efla.layers.state import MixerState
+
+_SEEN = "_efla_seen_tokens"
+
+
+def read_state(cache: Cache | None, layer_idx: int, batch_size: int) -> MixerState | None:
+    """The state that the layer left in the cache, or ``None`` before the first token."""
+    if cache is None:
+        return None
+    conv = cache.get_conv_state(layer_idx)
+    memory = cache.get_recurrent_state(layer_idx)
+    if memory is None:
+        return None
+    if memory.shape[0] != batch_size:
+        raise ValueError(
+            f"the cache holds states of {memory.shape[0]} sequences, but the input has {batch_size}; "
+            "pass a batch of that size, or a new cache"
+        )
+    if torch.is_grad_enabled():
+        # The cache is overwritten in place; what the backward pass needs must stay as it was.
+        memory = memory.clone()
+    return MixerState(conv, memory)
+
+
+def write_state(cache: Cache, layer_idx: int, state: MixerState) -> None:
+    """Put a layer's state into the cache. A layer without convolutions leaves one zero, for the cache to know it was there."""
+    conv = state.memory.new_zeros(state.memory.shape[0], 1, 1) if state.conv is None else state.conv
+    cache.update_conv_state(conv, layer_idx)
+    cache.update_recurrent_state(state.memory, layer_idx)
+
+
+def seen_tokens(cache: Cache | None) -> int:
+    """How many tokens the cache has taken in."""
+    if cache is None:
+        return 0
+    if not _is_all_recurrent(cache):
+        return int(cache.get_seq_length())
+    return int(getattr(cache, _SEEN, 0)) if cache.has_previous_state() else 0
+
+
+def count_tokens(cache: Cache | None, num_tokens: int) -> None:
+    """Note that ``num_tokens`` more went in."""
+    if cache is not None and _is_all_recurrent(cache):
+        setattr(cache, _SEEN, seen_tokens(cache) + num_tokens)
+
+
+def give_length(cache: Cache | None) -> None:
+    """Let a cache of recurrent layers alone answer ``get_seq_length``, which ``generate`` asks of every cache.
+
+    transformers keeps a length in attention layers only and raises without one.
+    """
+    if cache is not None and _is_all_recurrent(cache) and "get_seq_length" not in vars(cache):
+        vars(cache)["get_seq_length"] = MethodType(_get_seq_length, cache)
+
+
+def _get_seq_length(cache: Any, layer_idx: int = 0) -> int:
+    return seen_tokens(cache)
+
+
+def _is_all_recurrent(cache: Cache) -> bool:
+    return len(cache.layers) > 0 and all(cache.is_linear)
+
+
+def check_layers(cache: Cache, layer_types: list[str]) -> None:
+    """Reject a cache that was made for another kind of model, such as ``DynamicCache()`` without a config."""
+    if len(cache.layers) != len(layer_types) or any(
+        is_linear != (kind == "linear_attention") for is_linear, kind in zip(cache.is_linear, layer_types, strict=True)
+    ):
+        raise ValueError(
+            f"the cache has {len(cache.layers)} layers that do not match the model's {len(layer_types)}; "
+            "make it with DynamicCache(config=model.config)"
+        )
+
+
+def state_bytes(cache: Cache) -> int:
+    """Bytes of all recurrent states in the cache (attention layers' keys and values not counted)."""
+    total = 0
+    for layer_idx, is_linear in enumerate(cache.is_linear):
+        if is_linear:
+            states: list[Tensor | None] = [cache.get_conv_state(layer_idx), cache.get_recurrent_state(layer_idx)]
+            total += sum(x.numel() * x.element_size() for x in states if x is not None)
+    return total

@@ -1,0 +1,98 @@
+"""Loading that names what is wrong, saving as safetensors with a model card."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from safetensors import SafetensorError, safe_open
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+# A head may be new, or left behind, when a checkpoint is loaded for another task.
+_HEADS = ("lm_head.", "score.")
+
+
+class CheckpointMixin:
+    """``from_pretrained`` that refuses a checkpoint which does not fit, and ``save_pretrained`` with a README."""
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        pretrained_model_name_or_path: str | os.PathLike[str] | None,
+        *args: Any,
+        strict: bool = True,
+        **kwargs: Any,
+    ) -> Self:
+        """As transformers', from safetensors only; ``strict=False`` lets missing tensors start afresh."""
+        wants_info = kwargs.pop("output_loading_info", False)
+        lets_shapes_differ = kwargs.get("ignore_mismatched_sizes", False)
+        if strict:
+            kwargs["ignore_mismatched_sizes"] = True  # we name them below
+        if kwargs.pop("use_safetensors", True) is False:
+            raise ValueError("weights are loaded from safetensors only; pickled ones can run code on loading")
+        try:
+            model, info = super().from_pretrained(  # type: ignore[misc]
+                pretrained_model_name_or_path, *args, output_loading_info=True, use_safetensors=True, **kwargs
+            )
+        except (SafetensorError, RuntimeError) as error:
+            damaged = _damaged_file(pretrained_model_name_or_path)
+            if damaged is not None:
+                raise ValueError(f"{damaged[0]} is damaged ({damaged[1]}); copy or download it again") from error
+            raise
+        if strict:
+            if lets_shapes_differ:
+                info = {**info, "mismatched_keys": []}
+            check_loading_info(cls.__name__, pretrained_model_name_or_path, info)
+        return (model, info) if wants_info else model  # type: ignore[return-value]
+
+    def save_pretrained(self, save_directory: str | os.PathLike[str], *args: Any, **kwargs: Any) -> None:
+        """As transformers', with a README.md (model card) where there is none."""
+        super().save_pretrained(save_directory, *args, **kwargs)  # type: ignore[misc]
+        readme = Path(save_directory) / "README.md"
+        if readme.parent.is_dir() and not readme.exists():
+            from efla.models.card import model_card
+
+            readme.write_text(model_card(self), encoding="utf-8")  # type: ignore[arg-type]
+
+
+def check_loading_info(name: str, source: object, info: dict[str, Any]) -> None:
+    """Raise if tensors are missing, unexpected or of another shape; heads of other tasks are let pass."""
+    problems = []
+    is_base = name == "EflaModel"
+    for kind in ("missing_keys", "unexpected_keys"):
+        own_head = "score." if name.endswith("SequenceClassification") else "lm_head."
+        keys = sorted(info.get(kind) or [])
+        if kind == "missing_keys":
+            keys = [k for k in keys if not (own_head == "score." and k.startswith("score."))]
+        else:
+            keys = [k for k in keys if not k.startswith(_HEADS) or (k.startswith(own_head) and not is_base)]
+        if keys:
+            problems.append(f"{len(keys)} tensors {kind.split('_')[0]}: {_few(keys)}")
+    mismatched = sorted(info.get("mismatched_keys") or [])
+    if mismatched:
+        shapes = [f"{k} is {list(theirs)} in the file, {list(ours)} in the config" for k, theirs, ours in mismatched]
+        problems.append(_few(shapes))
+    if problems:
+        raise ValueError(
+            f"the checkpoint {str(source)!r} does not fit {name}: {'; '.join(problems)}. Was it made with another "
+            "config.json? (efla convert reads flash-linear-attention's; strict=False loads what fits)"
+        )
+
+
+def _damaged_file(source: object) -> tuple[Path, str] | None:
+    """The first safetensors file in a folder that cannot be opened, and why."""
+    folder = Path(str(source))
+    for path in sorted(folder.glob("*.safetensors")) if folder.is_dir() else []:
+        try:
+            with safe_open(path, framework="pt") as file:  # type: ignore[no-untyped-call]
+                file.keys()
+        except SafetensorError as error:
+            return path, str(error)
+    return None
+
+
+def _few(names: list[str], limit: int = 4) -> str:
+    return ", ".join(names[:limit]) + (f" and {len(names) - limit} more" if len(names) > limit else "")

@@ -1,0 +1,187 @@
+"""The configuration of every model here: ``rule`` and ``mixers`` choose what a layer is."""
+
+from __future__ import annotations
+
+import difflib
+from typing import Any
+
+from transformers import PreTrainedConfig
+
+from efla import rules
+from efla.errors import unknown_name
+from efla.layers.gate import GATES
+from efla.layers.mlp import swiglu_width
+from efla.models import registration
+
+_OTHER_MIXERS = ("linear", "mamba2", "softmax")
+_POSITIVE = (
+    "vocab_size",
+    "hidden_size",
+    "num_hidden_layers",
+    "num_heads",
+    "num_key_heads",
+    "head_dim",
+    "value_head_dim",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "attention_head_dim",
+    "mamba_expand",
+    "mamba_head_dim",
+    "mamba_state_size",
+    "mamba_num_groups",
+    "loss_chunk_size",
+)
+
+
+class EflaConfig(PreTrainedConfig):
+    """A decoder of ``num_hidden_layers`` blocks, each a token mixer and a SwiGLU.
+
+    rule: the update rule of the linear-attention layers, a name of :func:`efla.rules.names`.
+    mixers: what each layer mixes with: "linear" (by ``rule``), a rule's name, "mamba2" or "softmax". A shorter list is
+        a pattern and is repeated: ``mixers=["linear", "linear", "linear", "softmax"]`` is one softmax layer in four.
+        Default: all "linear". ``layer_types``, which transformers' cache reads, follows from it.
+    num_heads, num_key_heads, head_dim, value_head_dim: H, Hk, K, V of the linear layers; head_dim defaults to
+        hidden_size / num_heads, V to K, Hk to H. conv_size: 0 leaves the short convolutions out.
+    conv_init: "default" (torch's, uniform) or "normal" (as flash-linear-attention's models start).
+    key_norm: L2-normalise keys; default only for rules that are not contractive for every key.
+    output_gate: default for rules with a forget gate. gate, allow_neg_eigval: see ``efla.layers.LinearAttention``.
+    mamba_*: the Mamba-2 layers. num_attention_heads, num_key_value_heads, attention_head_dim, rope_theta: softmax.
+    intermediate_size: inner width of the SwiGLU, default 8/3 hidden_size rounded up to 256; 0 for none.
+    residual_in_fp32: keep the residual stream in float32 (Mamba-2 does).
+    max_position_embeddings: the length trained on, for evaluation tools; nothing here is limited to it.
+    loss_chunk_size: tokens whose logits are held at once while the loss is computed.
+    backend, chunk_size: as in :func:`efla.linear_attention`.
+    """
+
+    model_type = "efla"
+    keys_to_ignore_at_inference = ["past_key_values"]  # noqa: RUF012
+    attribute_map = {"num_layers": "num_hidden_layers", "rms_norm_eps": "norm_eps"}  # noqa: RUF012
+
+    vocab_size: int = 32_000
+    hidden_size: int = 1024
+    num_hidden_layers: int = 24
+    intermediate_size: int | None = None
+    rule: str = "efla"
+    mixers: list[str] | None = None
+    layer_types: list[str] | None = None
+    num_heads: int = 8
+    num_key_heads: int | None = None
+    head_dim: int | None = None
+    value_head_dim: int | None = None
+    conv_size: int = 4
+    conv_init: str = "default"
+    key_norm: bool | None = None
+    query_norm: bool = True
+    output_gate: bool | None = None
+    gate: str = "mamba"
+    allow_neg_eigval: bool = False
+    mamba_expand: int = 2
+    mamba_head_dim: int = 64
+    mamba_state_size: int = 128
+    mamba_num_groups: int = 1
+    num_attention_heads: int = 16
+    num_key_value_heads: int | None = None
+    attention_head_dim: int | None = None
+    rope_theta: float = 10_000.0
+    norm_eps: float = 1e-6
+    initializer_range: float = 0.02
+    residual_in_fp32: bool = False
+    max_position_embeddings: int = 2048
+    tie_word_embeddings: bool = False
+    use_cache: bool = True
+    pad_token_id: int | None = None
+    bos_token_id: int | None = 1
+    eos_token_id: int | list[int] | None = 2
+    loss_chunk_size: int = 1024
+    backend: str = "auto"
+    chunk_size: int = 64
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        registration.install()
+        _reject_misspelt(kwargs, self)
+        rules.get(self.rule)
+        if self.num_key_heads is None:
+            self.num_key_heads = self.num_heads
+        if self.num_key_value_heads is None:
+            self.num_key_value_heads = self.num_attention_heads
+        for name in _POSITIVE:
+            value = getattr(self, name)
+            if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+                raise ValueError(f"{name} must be a positive integer, got {value!r}")
+        if self.intermediate_size is None:
+            self.intermediate_size = swiglu_width(self.hidden_size)
+        self.mixers = self._resolve_mixers()
+        self.layer_types = ["full_attention" if mixer == "softmax" else "linear_attention" for mixer in self.mixers]
+        if "softmax" in self.mixers:
+            self._check_softmax()
+        if any(mixer not in ("softmax", "mamba2") for mixer in self.mixers):
+            self._check_linear()
+        if self.conv_init not in ("default", "normal"):
+            raise unknown_name("convolution initialisation (conv_init)", self.conv_init, ["default", "normal"])
+        if self.gate not in GATES:
+            raise unknown_name("gate", self.gate, GATES)
+        if self.conv_size == 1 or self.conv_size < 0:
+            raise ValueError(f"conv_size must be 0 (no convolution) or at least 2, got {self.conv_size}")
+        super().__post_init__(**kwargs)
+
+    def _resolve_mixers(self) -> list[str]:
+        """One name per layer: a pattern is repeated, and "linear" becomes the rule."""
+        pattern = self.mixers
+        if pattern is None:
+            pattern = ["linear"]
+            if self.layer_types is not None:
+                pattern = ["softmax" if kind == "full_attention" else "linear" for kind in self.layer_types]
+        if isinstance(pattern, str):
+            pattern = [pattern]
+        for mixer in pattern:
+            if mixer not in _OTHER_MIXERS and mixer not in rules.names():
+                raise unknown_name("mixer", mixer, [*_OTHER_MIXERS, *rules.names()])
+        if not pattern or self.num_hidden_layers % len(pattern):
+            raise ValueError(
+                f"mixers lists {len(pattern)} layers, which does not divide num_hidden_layers = "
+                f"{self.num_hidden_layers}; give one mixer per layer, or a pattern that repeats evenly"
+            )
+        repeated = list(pattern) * (self.num_hidden_layers // len(pattern))
+        return [self.rule if mixer == "linear" else mixer for mixer in repeated]
+
+    def _check_linear(self) -> None:
+        if self.head_dim is None:
+            if self.hidden_size % self.num_heads:
+                raise ValueError(
+                    f"hidden_size {self.hidden_size} does not divide into num_heads = {self.num_heads} heads; "
+                    "choose another number of heads or give head_dim"
+                )
+            self.head_dim = self.hidden_size // self.num_heads
+        if self.value_head_dim is None:
+            self.value_head_dim = self.head_dim
+        if self.num_heads % (self.num_key_heads or 1):
+            raise ValueError(
+                f"num_heads = {self.num_heads} is not a multiple of num_key_heads = {self.num_key_heads}; "
+                "each key head serves the same number of value heads"
+            )
+
+    def _check_softmax(self) -> None:
+        if self.attention_head_dim is None:
+            if self.hidden_size % self.num_attention_heads:
+                raise ValueError(
+                    f"hidden_size {self.hidden_size} does not divide into num_attention_heads = "
+                    f"{self.num_attention_heads} heads; choose another number of heads or give attention_head_dim"
+                )
+            self.attention_head_dim = self.hidden_size // self.num_attention_heads
+        if self.num_attention_heads % (self.num_key_value_heads or 1):
+            raise ValueError(
+                f"num_attention_heads = {self.num_attention_heads} is not a multiple of num_key_value_heads = "
+                f"{self.num_key_value_heads}"
+            )
+
+
+def _reject_misspelt(kwargs: dict[str, Any], config: EflaConfig) -> None:
+    """transformers keeps unknown keys as attributes; one that looks like a field of ours is a slip."""
+    known = list(type(config).__annotations__)
+    for key in kwargs:
+        near = difflib.get_close_matches(key, known, n=1, cutoff=0.85)
+        if near and key not in config.attribute_map:
+            raise ValueError(f"unknown key {key!r} in EflaConfig; did you mean {near[0]!r}?")
+
+
+registration.install()

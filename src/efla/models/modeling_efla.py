@@ -1,0 +1,341 @@
+"""One decoder for every mixer: embedding, blocks of mixer and SwiGLU, norm, head. ``config.mixers`` chooses the mixer.
+
+Shapes: B batch, T tokens, d hidden size, N packed sequences.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from transformers import initialization as init
+from transformers.cache_utils import Cache, DynamicCache
+from transformers.generation.utils import GenerationMixin
+from transformers.masking_utils import create_causal_mask
+from transformers.modeling_layers import GenericForSequenceClassification, GradientCheckpointingLayer
+from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, PreTrainedModel
+from transformers.utils.generic import can_return_tuple
+from transformers.utils.output_capturing import OutputRecorder, capture_outputs
+
+from efla.layers import LinearAttention, Mamba2, RMSNorm, ShortConvolution, SoftmaxAttention, SwiGLU
+from efla.layers.softmax_attention import eager_attention
+from efla.models import cache as caches
+from efla.models import registration
+from efla.models.checkpoint import CheckpointMixin
+from efla.models.configuration_efla import EflaConfig
+from efla.models.inputs import check_token_ids, find_packing, local_padding_mask, positions_of_packed
+from efla.models.loss import IGNORED, next_token_loss
+
+
+def build_mixer(config: EflaConfig, layer_idx: int) -> nn.Module:
+    """The token mixer of one layer, a layer of :mod:`efla.layers` with the configuration's sizes."""
+    mixer = cast(list[str], config.mixers)[layer_idx]
+    if mixer == "softmax":
+        return SoftmaxAttention(
+            config.hidden_size,
+            num_heads=config.num_attention_heads,
+            num_key_value_heads=config.num_key_value_heads,
+            head_dim=config.attention_head_dim,
+            rope_theta=config.rope_theta,
+        )
+    if mixer == "mamba2":
+        return Mamba2(
+            config.hidden_size,
+            expand=config.mamba_expand,
+            head_dim=config.mamba_head_dim,
+            state_size=config.mamba_state_size,
+            num_groups=config.mamba_num_groups,
+            conv_size=config.conv_size,
+            num_blocks=config.num_hidden_layers,
+            eps=config.norm_eps,
+            backend=config.backend,
+            chunk_size=config.chunk_size,
+        )
+    return LinearAttention(
+        config.hidden_size,
+        rule=mixer,
+        num_heads=config.num_heads,
+        num_key_heads=config.num_key_heads,
+        head_dim=cast(int, config.head_dim),
+        value_head_dim=config.value_head_dim,
+        conv_size=config.conv_size,
+        key_norm=config.key_norm,
+        query_norm=config.query_norm,
+        output_gate=config.output_gate,
+        gate=config.gate,
+        allow_neg_eigval=config.allow_neg_eigval,
+        eps=config.norm_eps,
+        backend=config.backend,
+        chunk_size=config.chunk_size,
+    )
+
+
+class EflaBlock(GradientCheckpointingLayer):  # type: ignore[misc]
+    """x = x + mixer(RMSNorm(x)); x = x + mlp(RMSNorm(x)), the second without an MLP left out. x: [B, T, d]."""
+
+    def __init__(self, config: EflaConfig, layer_idx: int) -> None:
+        super().__init__()
+        self.config = config
+        self.layer_idx = layer_idx
+        self.mixer_norm = RMSNorm(config.hidden_size, config.norm_eps)
+        self.mixer = build_mixer(config, layer_idx)
+        if config.intermediate_size:
+            self.mlp_norm = RMSNorm(config.hidden_size, config.norm_eps)
+            self.mlp = SwiGLU(config.hidden_size, config.intermediate_size)
+
+    def forward(
+        self,
+        hidden: Tensor,
+        *,
+        mask: Tensor | None = None,
+        causal_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+        past_key_values: Cache | None = None,
+        **kwargs: Any,
+    ) -> Tensor:
+        x = self.mixer_norm(hidden).to(self.mixer_norm.weight.dtype)
+        if isinstance(self.mixer, SoftmaxAttention):
+            update = None if past_key_values is None else partial(past_key_values.update, layer_idx=self.layer_idx)
+            attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention)
+            y, _ = self.mixer(
+                x, position_ids=position_ids, mask=causal_mask, update_cache=update, attend=attend, **kwargs
+            )
+        else:
+            state = caches.read_state(past_key_values, self.layer_idx, x.shape[0])
+            y, state = self.mixer(
+                x, mask=mask, cu_seqlens=cu_seqlens, state=state, output_state=past_key_values is not None
+            )
+            if past_key_values is not None and state is not None:
+                caches.write_state(past_key_values, self.layer_idx, state)
+        hidden = hidden + y
+        if self.config.intermediate_size:
+            hidden = hidden + self.mlp(self.mlp_norm(hidden).to(self.mlp_norm.weight.dtype))
+        return hidden
+
+
+class EflaPreTrainedModel(CheckpointMixin, PreTrainedModel):
+    """Initialisation, and what transformers has to know."""
+
+    config_class = EflaConfig
+    config: EflaConfig
+    base_model_prefix = "model"
+    supports_gradient_checkpointing = True
+    _no_split_modules = ["EflaBlock"]  # noqa: RUF012
+    _skip_keys_device_placement = ["past_key_values"]  # noqa: RUF012
+    _supports_sdpa = True
+    _supports_attention_backend = True
+    _can_record_outputs = {  # noqa: RUF012
+        "hidden_states": EflaBlock,
+        "attentions": OutputRecorder(SoftmaxAttention, index=1),
+    }
+
+    def __init__(self, config: EflaConfig) -> None:
+        super().__init__(config)
+        # A memory cannot be rolled back: no assisted decoding. A model of softmax layers alone can.
+        self._is_stateful = "linear_attention" in cast(list[str], config.layer_types)
+
+    @torch.no_grad()
+    def _init_weights(self, module: nn.Module) -> None:
+        """Linear maps, convolutions and embeddings normal(0, 0.02), biases 0, gains 1 (spec lm.md 3.7), but for
+        the gates' parameters, Mamba-2's output map, and convolutions where ``conv_init`` is "default"."""
+        if isinstance(module, ShortConvolution):
+            module.reset_parameters(self.config.conv_init, self.config.initializer_range)
+        elif isinstance(module, (LinearAttention, Mamba2)):
+            for name, value in module.initial_values().items():
+                init.copy_(module.get_parameter(name), value)
+        else:
+            super()._init_weights(module)
+
+
+class EflaModel(EflaPreTrainedModel):
+    """Token ids [B, T] to hidden states [B, T, d]."""
+
+    def __init__(self, config: EflaConfig) -> None:
+        super().__init__(config)
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.layers = nn.ModuleList(EflaBlock(config, layer_idx) for layer_idx in range(config.num_hidden_layers))
+        self.norm = RMSNorm(config.hidden_size, config.norm_eps)
+        self.gradient_checkpointing = False
+        self.post_init()
+
+    @capture_outputs  # type: ignore[untyped-decorator]
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | dict[str, Any] | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: Cache | None = None,
+        inputs_embeds: Tensor | None = None,
+        use_cache: bool | None = None,
+        cu_seqlens: Tensor | None = None,
+        **kwargs: Any,
+    ) -> BaseModelOutputWithPast:
+        """Run the blocks; with a cache, from where it stands.
+
+        attention_mask: [B, T], or [B, past + T] with a cache; zero at padding, which never changes real tokens.
+        cu_seqlens: [N + 1] borders of packed sequences in the flattened [B * T] axis, row starts among them; also said by
+            ``position_ids`` that start anew (then without attention_mask, as transformers' collators do).
+        """
+        if (input_ids is None) == (inputs_embeds is None):
+            raise ValueError("pass exactly one of input_ids and inputs_embeds")
+        if inputs_embeds is None:
+            check_token_ids(cast(Tensor, input_ids), self.embed_tokens.num_embeddings)
+            inputs_embeds = self.embed_tokens(input_ids)
+        B, T = inputs_embeds.shape[:2]
+        layer_types = cast(list[str], self.config.layer_types)
+        has_linear, has_softmax = "linear_attention" in layer_types, "full_attention" in layer_types
+        use_cache = self.config.use_cache and not self.training if use_cache is None else use_cache
+        if self.gradient_checkpointing and self.training:
+            use_cache = False
+        cu_seqlens = find_packing(attention_mask, position_ids, past_key_values, cu_seqlens, B, T, kwargs)
+        if cu_seqlens is not None:
+            if past_key_values is not None:
+                raise ValueError("packed sequences (cu_seqlens) cannot continue from a cache; pass one at a time")
+            use_cache = False
+            position_ids = positions_of_packed(cu_seqlens, B, T) if position_ids is None else position_ids
+        if use_cache and past_key_values is None:
+            past_key_values = DynamicCache(config=self.config)
+        if past_key_values is not None and has_linear:
+            caches.check_layers(past_key_values, layer_types)
+
+        mask = local_padding_mask(attention_mask, T) if has_linear else None
+        causal_mask = None
+        if has_softmax:
+            position_ids = self._positions(position_ids, attention_mask, past_key_values, T, inputs_embeds.device)
+            if isinstance(attention_mask, dict):
+                causal_mask = attention_mask["full_attention"]
+            else:
+                causal_mask = create_causal_mask(
+                    config=self.config,
+                    inputs_embeds=inputs_embeds,
+                    attention_mask=attention_mask,
+                    past_key_values=past_key_values,
+                    position_ids=position_ids,
+                )
+        hidden = inputs_embeds
+        if self.config.residual_in_fp32:
+            hidden = hidden.to(torch.promote_types(hidden.dtype, torch.float32))
+        for layer in self.layers:
+            hidden = layer(
+                hidden,
+                mask=mask,
+                causal_mask=causal_mask,
+                position_ids=position_ids,
+                cu_seqlens=cu_seqlens,
+                past_key_values=past_key_values,
+                **kwargs,
+            )
+        caches.count_tokens(past_key_values, T)
+        hidden = self.norm(hidden).to(self.norm.weight.dtype)
+        return BaseModelOutputWithPast(last_hidden_state=hidden, past_key_values=past_key_values if use_cache else None)
+
+    def _positions(
+        self,
+        position_ids: Tensor | None,
+        attention_mask: Tensor | dict[str, Any] | None,
+        past_key_values: Cache | None,
+        length: int,
+        device: torch.device,
+    ) -> Tensor:
+        """Positions [B or 1, T]: as given, else counted over real tokens, else over all."""
+        if position_ids is not None:
+            return position_ids
+        if isinstance(attention_mask, Tensor) and attention_mask.dim() == 2:
+            return (attention_mask.long().cumsum(-1) - 1).clamp(min=0)[:, -length:]
+        return (torch.arange(length, device=device) + caches.seen_tokens(past_key_values))[None]
+
+
+class EflaForCausalLM(EflaPreTrainedModel, GenerationMixin):
+    """Language model: logits [B, T, vocabulary], and the next-token loss of ``labels``."""
+
+    _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}  # noqa: RUF012
+
+    def __init__(self, config: EflaConfig) -> None:
+        super().__init__(config)
+        self.model = EflaModel(config)
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.post_init()
+
+    @can_return_tuple  # type: ignore[untyped-decorator]
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | dict[str, Any] | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: Cache | None = None,
+        inputs_embeds: Tensor | None = None,
+        labels: Tensor | None = None,
+        use_cache: bool | None = None,
+        cu_seqlens: Tensor | None = None,
+        logits_to_keep: int | Tensor = 0,
+        skip_logits: bool | None = None,
+        num_items_in_batch: int | Tensor | None = None,
+        **kwargs: Any,
+    ) -> CausalLMOutputWithPast:
+        """Predict the next token. labels: [B, T], shifted here; -100 is not predicted.
+
+        skip_logits: with labels, compute the loss chunk by chunk and return ``logits=None``; default while training.
+            A vocabulary of 32,000 then costs loss_chunk_size * 32,000 numbers, not B * T * 32,000.
+        logits_to_keep: logits of the last so many tokens only (0: all), or of the positions given.
+        Arguments otherwise as in :class:`EflaModel`. A packed sequence's first token is never a label.
+        """
+        source = input_ids if input_ids is not None else inputs_embeds
+        if labels is not None and source is not None:
+            B, T = source.shape[:2]
+            cu_seqlens = find_packing(attention_mask, position_ids, past_key_values, cu_seqlens, B, T, kwargs)
+            if cu_seqlens is not None:
+                labels = labels.masked_fill(positions_of_packed(cu_seqlens, B, T) == 0, IGNORED)
+        outputs = self.model(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            past_key_values=past_key_values,
+            inputs_embeds=inputs_embeds,
+            use_cache=use_cache,
+            cu_seqlens=cu_seqlens,
+            **kwargs,
+        )
+        hidden = outputs.last_hidden_state
+        loss = logits = None
+        if labels is not None:
+            loss = next_token_loss(
+                hidden,
+                self.lm_head.weight,
+                labels,
+                chunk_size=self.config.loss_chunk_size,
+                num_items=num_items_in_batch,
+            )
+        if labels is None or not (self.training if skip_logits is None else skip_logits):
+            keep = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+            logits = self.lm_head(hidden[:, keep])
+        return CausalLMOutputWithPast(
+            loss=cast(Any, loss),
+            logits=logits,
+            past_key_values=outputs.past_key_values,
+            hidden_states=outputs.hidden_states,
+            attentions=outputs.attentions,
+        )
+
+    def _prefill(
+        self, input_ids: Any, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
+    ) -> Any:  # type: ignore[override]
+        caches.give_length(model_kwargs.get("past_key_values"))
+        return super()._prefill(input_ids, generation_config, model_kwargs, *args, **kwargs)  # type: ignore[misc]
+
+
+class EflaForSequenceClassification(GenericForSequenceClassification, EflaPreTrainedModel):  # type: ignore[misc]
+    """Class scores [B, num_labels] from the last real token's hidden state."""
+
+    def __init__(self, config: EflaConfig) -> None:
+        EflaPreTrainedModel.__init__(self, config)
+        self.num_labels = config.num_labels
+        self.model = EflaModel(config)
+        self.score = nn.Linear(config.hidden_size, cast(int, config.num_labels), bias=False)
+        self.post_init()
+
+
+registration.install()

@@ -1,0 +1,78 @@
+"""The benchmark measures what it says, and refuses when a result is wrong. No test asserts a time."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from efla import cli
+from efla.bench import gate, scan, timing
+from efla.bench.plot import plot_lengths
+from efla.scans.backends import chunked, native
+
+TINY = scan.Size(1, 24, 1, 16)
+
+needs_native = pytest.mark.skipif(native.unavailable() is not None, reason=f"backend 'native' {native.unavailable()}")
+
+
+def test_contenders_take_turns():
+    order = []
+    contenders = [timing.Contender(name, lambda name=name: order.append(name), repeats=2) for name in "ab"]
+    measured = timing.compare("work", contenders, threads=1, rounds=3, useful_flops=1e9)
+    assert order == ["a", "b", *["a", "a", "b", "b"] * 3]
+    assert [m.contender for m in measured] == ["a", "b"]
+    assert measured[0].gflops == pytest.approx(1 / measured[0].median)
+
+
+def test_useful_work_is_six_k_v_a_token_and_head():
+    assert scan.Size(2, 10, 3, 64).flops(scan.FORWARD_FLOPS) == 2 * 10 * 3 * 6 * 64 * 64
+
+
+@needs_native
+def test_every_suite_runs_and_the_command_writes_its_rows(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(scan, "HEADLINE", [TINY] * 2)
+    monkeypatch.setattr(scan, "LENGTHS", [16, 32])
+    monkeypatch.setattr(scan, "DECODE_BATCHES", [1])
+    monkeypatch.setattr(scan, "SGEMM_SIZE", 16)
+    monkeypatch.setattr(gate, "check_contenders", lambda: None)
+    output, plot = tmp_path / "new" / "rows.json", tmp_path / "lengths.svg"
+    assert cli.main(["bench", "--rounds", "2", "--output", str(output), "--plot", str(plot)]) == 0
+    rows = json.loads(output.read_text())["rows"]
+    assert {row["contender"] for row in rows} >= {
+        "native",
+        "chunked",
+        "transformers",
+        "softmax attention",
+        "sgemm",
+        "efla",
+    }
+    assert all(
+        row["median"] > 0 and row["rounds"] == 2 for row in rows if not row["work"].startswith(("length", "decode"))
+    )
+    assert "<svg" in plot.read_text()
+    assert "forward+backward B1 T24 H1 D16" in capsys.readouterr().out
+
+
+@needs_native
+def test_a_wrong_backend_gets_no_numbers(monkeypatch, capsys):
+    true_forward = chunked.forward
+
+    def slightly_wrong(request, save):
+        result = true_forward(request, save)
+        return result._replace(o=result.o * 1.001)
+
+    monkeypatch.setattr(chunked, "forward", slightly_wrong)
+    assert cli.main(["bench", "--rounds", "1"]) == 1
+    captured = capsys.readouterr()
+    assert "'chunked' is wrong" in captured.err
+    assert "GFLOP" not in captured.out
+
+
+def test_a_plot_needs_no_more_than_rows(tmp_path):
+    rows = [
+        timing.Measurement(f"length, forward B1 T{length} H8 D64", "native", 1, 1e-3, 1e-3, 1e-3, 3)
+        for length in (512, 1024)
+    ]
+    plot_lengths(rows, tmp_path / "plot.png", "a machine")
+    assert (tmp_path / "plot.png").stat().st_size > 1000

@@ -1,0 +1,97 @@
+"""The command line of the experiments."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import tyro
+
+from efla import experiments
+from efla.commands.report import report
+from efla.commands.reproduce import reproduce
+from efla.data.smnist import choose_source
+from efla.experiments.framework.rows import read_rows
+from efla.experiments.smnist_robustness.options import Lr, Smnist
+from efla.experiments.smnist_robustness.run import SmnistRobustness
+
+
+def _cli(*arguments: str) -> object:
+    return tyro.cli(reproduce, args=list(arguments))
+
+
+def test_exactness_runs_draws_and_prints_its_table_and_then_makes_a_report(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for package in ("matplotlib", "jinja2"):
+        pytest.importorskip(package)
+    _cli("exactness", "--rules", "delta", "efla", "--output", str(tmp_path / "out"))
+    printed = capsys.readouterr().out
+    assert re.search(r"efla +exact +exact", printed)
+    assert (tmp_path / "out" / "exactness.svg").exists()
+    assert len(read_rows(tmp_path / "out")) == 6
+    page = tmp_path / "report.html"
+    tyro.cli(report, args=[str(tmp_path / "out"), "--output", str(page)])
+    assert str(page) in capsys.readouterr().out
+    assert "What an exact step buys" in page.read_text()
+
+
+def test_options_replace_the_profiles_grid_and_leave_its_protocol_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("EFLA_DATA", raising=False)
+    chosen = tyro.cli(
+        Smnist, args=["--arms", "exact-flow", "rk4", "--rates", "1e-3", "--seeds", "0", "1", "--blocks", "residual"]
+    )
+    config, profile = chosen.config(), Smnist().config()
+    cells = SmnistRobustness(config).cells()
+    assert cells[0].id == "block=residual arm=exact-flow rate=0.001 seed=0"
+    assert len(cells) == 4
+    assert SmnistRobustness(config).protocol() == SmnistRobustness(profile).protocol()
+    longer = Smnist(steps=7).config()
+    assert SmnistRobustness(longer).protocol()["steps"] == 7
+
+
+def test_the_learning_rate_experiment_asks_for_all_five_rates_of_the_same_cells(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("EFLA_DATA", raising=False)
+    lr, smnist = (experiments.get(name) for name in ("lr", "smnist"))
+    assert lr.folder_name() == smnist.folder_name()
+    for profile, count in (("quick", 15), ("full", 45)):
+        ours = lr(Lr(profile=profile).config())  # type: ignore[arg-type]
+        theirs = smnist(Smnist(profile=profile).config())  # type: ignore[arg-type]
+        assert ours.protocol() == theirs.protocol()
+        assert len(ours.cells()) == count
+        shared = {cell.id for cell in ours.cells()} & {cell.id for cell in theirs.cells()}
+        assert len(shared) == (6 if profile == "quick" else 45)
+
+
+def test_a_missing_data_folder_stops_before_anything_is_written(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match="expected the four MNIST files"):
+        _cli("smnist", "--data", str(tmp_path / "nowhere"), "--output", str(tmp_path / "out"))
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_environment_without_mnist_is_an_error_that_names_the_variable(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("EFLA_DATA", str(tmp_path))
+    with pytest.raises(FileNotFoundError, match="EFLA_DATA"):
+        choose_source(None, download=False)
+
+
+def test_an_unknown_experiment_offers_the_nearest() -> None:
+    with pytest.raises(ValueError, match=r"unknown experiment 'smnits'.*'smnist'"):
+        experiments.get("smnits")
+
+
+def test_the_example_of_the_documentation_runs(tmp_path: Path) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "experiments.md").read_text()
+    (code,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert [row["value"] for row in read_rows(tmp_path / "runs" / "square")] == [0, 1, 4]

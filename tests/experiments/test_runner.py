@@ -1,0 +1,226 @@
+"""The framework: resume, failures, errors that say what to do."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from efla.experiments.framework import RunFolder, run
+from efla.experiments.framework.execute import stable
+from efla.experiments.framework.folder import CONFIG
+from efla.experiments.framework.records import from_record, to_record
+from efla.experiments.framework.rows import ROWS, read_rows
+
+HERE = Path(__file__).parent
+sys.path.insert(0, str(HERE))
+from tiny_experiment import Tiny, TinyConfig  # noqa: E402
+
+
+@pytest.fixture(autouse=True)
+def _workers_find_the_tiny_experiment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")]))
+
+
+def _run(config: TinyConfig, folder: Path, executor: str = "inline", workers: int = 2) -> object:
+    return run(Tiny(config), folder, executor=executor, workers=workers, console=Console(quiet=True))
+
+
+def _stable_rows(folder: Path) -> list[dict[str, object]]:
+    return sorted(
+        (stable(row) for row in read_rows(folder)), key=lambda row: (row["cell"], row["row"], row.get("i", 9))
+    )
+
+
+def test_rows_say_where_they_come_from(tmp_path: Path) -> None:
+    _run(TinyConfig(cells=1), tmp_path)
+    row = read_rows(tmp_path)[-1]
+    assert row["config"] == {"factor": 3, "seconds": 0.0}
+    assert row["seed"] == 0
+    assert row["threads"] == 1
+    assert set(row["versions"]) >= {"efla", "torch", "numpy", "python"}
+    assert row["wall_seconds"] >= 0
+    assert "commit" in row
+    assert "machine" in row
+
+
+def test_a_second_run_does_only_what_is_missing(tmp_path: Path) -> None:
+    _run(TinyConfig(cells=2), tmp_path)
+    first = (tmp_path / ROWS).read_bytes()
+    summary = _run(TinyConfig(cells=5), tmp_path)
+    assert (summary.ran, summary.skipped) == (3, 2)  # type: ignore[attr-defined]
+    assert (tmp_path / ROWS).read_bytes().startswith(first)
+    again = _run(TinyConfig(cells=5), tmp_path)
+    assert again.ran == 0  # type: ignore[attr-defined]
+
+
+def test_worker_processes_write_the_same_rows_as_one_process(tmp_path: Path) -> None:
+    _run(TinyConfig(), tmp_path / "inline")
+    _run(TinyConfig(), tmp_path / "workers", executor="process")
+    assert _stable_rows(tmp_path / "workers") == _stable_rows(tmp_path / "inline")
+
+
+def test_a_ray_cluster_writes_the_same_rows_as_one_process(tmp_path: Path) -> None:
+    pytest.importorskip("ray", reason="the optional package ray is not installed")
+    _run(TinyConfig(cells=4), tmp_path / "inline")
+    _run(TinyConfig(cells=4), tmp_path / "ray", executor="ray", workers=2)
+    assert _stable_rows(tmp_path / "ray") == _stable_rows(tmp_path / "inline")
+
+
+def test_without_the_package_the_ray_executor_says_what_to_install(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with pytest.raises(RuntimeError, match="pip install"):
+        _run(TinyConfig(), tmp_path, executor="ray")
+
+
+def test_a_failing_cell_does_not_stop_the_others_and_is_run_again(tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError, match=r"(?s)1 of 6 cells failed.*seed=2.*this cell is bad"):
+        _run(TinyConfig(bad=2), tmp_path)
+    assert len({row["cell"] for row in read_rows(tmp_path)}) == 5
+    assert _run(TinyConfig(), tmp_path).ran == 1  # type: ignore[attr-defined]
+
+
+def test_a_worker_that_dies_fails_its_own_cell_only(tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError, match=r"(?s)1 of 4 cells failed.*killed by signal 9"):
+        _run(TinyConfig(cells=4, dying=1), tmp_path, executor="process")
+    assert {row["seed"] for row in read_rows(tmp_path)} == {0, 2, 3}
+
+
+def test_another_config_is_refused_and_nothing_is_changed(tmp_path: Path) -> None:
+    _run(TinyConfig(), tmp_path)
+    before = {file.name: file.read_bytes() for file in tmp_path.iterdir()}
+    with pytest.raises(ValueError, match="factor: 3 there, 4 now"):
+        _run(TinyConfig(factor=4), tmp_path)
+    assert {file.name: file.read_bytes() for file in tmp_path.iterdir()} == before
+
+
+def test_rows_without_a_config_are_refused(tmp_path: Path) -> None:
+    _run(TinyConfig(), tmp_path)
+    (tmp_path / CONFIG).unlink()
+    with pytest.raises(ValueError, match=r"holds rows but no config\.json"):
+        _run(TinyConfig(), tmp_path)
+
+
+def test_a_damaged_config_file_is_a_clear_error(tmp_path: Path) -> None:
+    _run(TinyConfig(), tmp_path)
+    (tmp_path / CONFIG).write_text("{")
+    with pytest.raises(ValueError, match="not valid JSON"):
+        _run(TinyConfig(), tmp_path)
+
+
+@pytest.mark.parametrize("where", ["a-file/out", "/proc/nowhere/out"])
+def test_an_unwritable_output_folder_is_a_clear_error(tmp_path: Path, where: str) -> None:
+    (tmp_path / "a-file").write_text("in the way")
+    with pytest.raises(OSError, match=r"cannot write to the output folder.*--output"):
+        _run(TinyConfig(), tmp_path / where)
+
+
+def test_a_disk_that_fills_up_stops_the_run_and_keeps_finished_cells(tmp_path: Path) -> None:
+    """The limit on a file's size stands in for a small disk: the kernel refuses the write in the same place."""
+    code = (
+        "import resource; from pathlib import Path; from tiny_experiment import *\n"
+        "from efla.experiments.framework import run; resource.setrlimit(resource.RLIMIT_FSIZE, (3500, 3500))\n"
+        f"run(Tiny(TinyConfig(cells=40)), Path({str(tmp_path)!r}), executor='inline')"
+    )
+    full = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert full.returncode != 0
+    assert "the disk is full. Finished cells are safe" in full.stderr
+    data = (tmp_path / ROWS).read_bytes()
+    assert data.endswith(b"\n"), "the half-written cell was cut off again"
+    done = {row["cell"] for row in read_rows(tmp_path)}
+    assert 1 <= len(done) < 40
+    assert _run(TinyConfig(cells=len(done) + 1), tmp_path).skipped == len(done)  # type: ignore[attr-defined]
+
+
+def test_two_runs_may_not_write_to_one_folder(tmp_path: Path) -> None:
+    with (
+        RunFolder.open(tmp_path, "tiny", {}),
+        pytest.raises(RuntimeError, match="another run"),
+    ):
+        RunFolder.open(tmp_path, "tiny", {})
+
+
+def test_a_config_survives_its_record_and_unknown_fields_do_not() -> None:
+    config = TinyConfig(factor=7)
+    assert from_record(TinyConfig, to_record(config)) == config
+    with pytest.raises(ValueError, match=r"unknown field of TinyConfig 'factr'.*'factor'"):
+        from_record(TinyConfig, {"factr": 1})
+    assert dataclasses.asdict(config) == to_record(config)
+
+
+@pytest.mark.parametrize(
+    ("executor", "seconds"), [("inline", 0.02), pytest.param("process", 0.2, marks=pytest.mark.slow)]
+)
+def test_twenty_kills_at_random_moments_give_the_rows_of_an_undisturbed_run(
+    tmp_path: Path, executor: str, seconds: float
+) -> None:
+    """One process imports torch, then forks runs and kills them with SIGKILL; see kill_driver.py."""
+    driver = [sys.executable, str(HERE / "kill_driver.py"), str(tmp_path / "killed"), "20", executor]
+    killed = subprocess.run(driver, capture_output=True, text=True, timeout=250, check=False)
+    assert killed.returncode == 0, killed.stderr
+    assert int(killed.stdout) == 20, "every one of the 20 kills hit a running process"
+    for folder in ("killed", "undisturbed"):
+        _run(TinyConfig(cells=120, seconds=seconds), tmp_path / folder, executor=executor, workers=4)
+    assert _stable_rows(tmp_path / "killed") == _stable_rows(tmp_path / "undisturbed")
+
+
+def _start(folder: Path, seconds: float) -> subprocess.Popen[str]:
+    code = (
+        "import sys; from pathlib import Path; from efla.experiments.framework import run; from tiny_experiment import *\n"
+        f"run(Tiny(TinyConfig(cells=40, seconds={seconds})), Path({str(folder)!r}), workers=2)"
+    )
+    return subprocess.Popen([sys.executable, "-c", code], text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+
+
+def _children(pid: int) -> list[int]:
+    return [int(p) for p in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def _wait_for_rows(folder: Path, process: subprocess.Popen[str]) -> None:
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline and process.poll() is None:
+        if (folder / ROWS).exists() and (folder / ROWS).stat().st_size:
+            return
+        time.sleep(0.05)
+    raise AssertionError("no row was written")
+
+
+def _gone(pids: list[int]) -> bool:
+    deadline = time.monotonic() + 10
+    while time.monotonic() < deadline:
+        if not any(Path(f"/proc/{pid}").exists() for pid in pids):
+            return True
+        time.sleep(0.05)
+    return False
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="needs /proc")
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL], ids=["ctrl-c", "kill-9"])
+def test_a_run_that_ends_early_takes_its_workers_along_and_can_be_continued(
+    tmp_path: Path, how: signal.Signals
+) -> None:
+    process = _start(tmp_path, 0.3)
+    _wait_for_rows(tmp_path, process)
+    time.sleep(random.random() * 0.2)
+    workers = _children(process.pid)
+    assert len(workers) == 2
+    process.send_signal(how)
+    _, errors = process.communicate(timeout=30)
+    assert _gone(workers)
+    if how == signal.SIGINT:
+        assert "the same command continues" in errors
+        assert (tmp_path / ROWS).read_bytes().endswith(b"\n")
+    done = len({row["cell"] for row in read_rows(tmp_path)})
+    assert 1 <= done < 40
+    summary = _run(TinyConfig(cells=done + 1, seconds=0.3), tmp_path)
+    assert summary.skipped >= done - 1  # type: ignore[attr-defined]

@@ -1,0 +1,245 @@
+"""Saving and loading: the same model in another process, and an error that names what does not fit."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
+
+import efla  # noqa: F401
+from efla.models import EflaConfig, EflaForCausalLM, EflaForSequenceClassification, EflaModel
+from efla.models.registration import install
+
+from .tiny import ALL, MAIN, random_tokens, tiny_config, tiny_model
+
+install()
+
+
+def _fields(config):
+    return {
+        key: value for key, value in config.to_dict().items() if key not in ("dtype", "architectures", "_name_or_path")
+    }
+
+
+@pytest.mark.parametrize("fields", ALL.values(), ids=ALL)
+def test_a_loaded_model_is_the_saved_one(fields, tmp_path):
+    model, tokens = tiny_model(**fields), random_tokens(2, 9)
+    model.save_pretrained(tmp_path)
+    assert {path.suffix for path in tmp_path.iterdir()} == {".json", ".safetensors", ".md"}
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert type(loaded) is EflaForCausalLM
+    assert not loaded.training
+    assert _fields(loaded.config) == _fields(model.config)
+    with torch.no_grad():
+        assert torch.equal(loaded(tokens).logits, model(tokens).logits)
+
+
+def test_a_new_process_loads_and_runs_it_through_auto_classes(tmp_path):
+    model, tokens = tiny_model(**MAIN["hybrid"]), random_tokens(2, 9)
+    model.save_pretrained(tmp_path / "model")
+    save_file({"tokens": tokens}, tmp_path / "in.safetensors")
+    code = """
+import sys, torch
+import efla.models.registration; efla.models.registration.install()
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+torch.set_num_threads(1)
+model = AutoModelForCausalLM.from_pretrained(sys.argv[1] + "/model")
+with torch.no_grad():
+    logits = model(load_file(sys.argv[1] + "/in.safetensors")["tokens"]).logits
+save_file({"logits": logits}, sys.argv[1] + "/out.safetensors")
+"""
+    subprocess.run([sys.executable, "-c", code, tmp_path], check=True)
+    with torch.no_grad():
+        assert torch.equal(load_file(tmp_path / "out.safetensors")["logits"], model(tokens).logits)
+
+
+def test_sharded_weights_load(tmp_path):
+    model, tokens = tiny_model(), random_tokens(2, 9)
+    model.save_pretrained(tmp_path, max_shard_size="20KB")
+    assert len(list(tmp_path.glob("*.safetensors"))) > 3
+    with torch.no_grad():
+        assert torch.equal(EflaForCausalLM.from_pretrained(tmp_path)(tokens).logits, model(tokens).logits)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_dtype_is_kept_or_chosen(dtype, tmp_path):
+    model = tiny_model().to(dtype)
+    model.save_pretrained(tmp_path)
+    assert EflaForCausalLM.from_pretrained(tmp_path).dtype == dtype
+    assert EflaForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).dtype == torch.float32
+    logits = EflaForCausalLM.from_pretrained(tmp_path)(random_tokens(1, 5)).logits
+    assert logits.dtype == dtype
+    assert logits.isfinite().all()
+
+
+def test_tied_embeddings_are_one_tensor_before_and_after(tmp_path):
+    model = tiny_model(tie_word_embeddings=True)
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    model.save_pretrained(tmp_path)
+    assert "lm_head.weight" not in load_file(tmp_path / "model.safetensors")
+    loaded = EflaForCausalLM.from_pretrained(tmp_path)
+    assert loaded.lm_head.weight is loaded.model.embed_tokens.weight
+    assert torch.equal(loaded.lm_head.weight, model.lm_head.weight)
+
+
+def test_the_body_moves_between_tasks_and_only_the_head_is_new(tmp_path):
+    model = tiny_model()
+    model.save_pretrained(tmp_path / "lm")
+    body = AutoModel.from_pretrained(tmp_path / "lm")
+    classifier = AutoModelForSequenceClassification.from_pretrained(tmp_path / "lm", num_labels=3)
+    assert type(body) is EflaModel
+    assert type(classifier) is EflaForSequenceClassification
+    for loaded in (body, classifier.model):
+        for name, p in model.model.named_parameters():
+            assert torch.equal(loaded.get_parameter(name), p), name
+    assert classifier.score.weight.shape == (3, 32)
+    classifier.save_pretrained(tmp_path / "classifier")
+    again = AutoModelForSequenceClassification.from_pretrained(tmp_path / "classifier")
+    assert torch.equal(again.score.weight, classifier.score.weight)
+
+
+def _edit(folder, change):
+    path = folder / "model.safetensors"
+    tensors = load_file(path)
+    change(tensors)
+    save_file(tensors, path, metadata={"format": "pt"})
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            lambda t: t.pop("model.layers.1.mixer.k_proj.weight"),
+            r"1 tensors missing: model\.layers\.1\.mixer\.k_proj\.weight",
+        ),
+        (lambda t: t.pop("lm_head.weight"), r"missing: lm_head\.weight"),
+        (lambda t: t.update({"model.extra": torch.ones(2)}), r"1 tensors unexpected: model\.extra"),
+        (
+            lambda t: t.update({"model.norm.weight": torch.ones(7)}),
+            r"model\.norm\.weight is \[7\] in the file, \[32\] in the",
+        ),
+    ],
+    ids=["missing", "missing-head", "unexpected", "other-shape"],
+)
+def test_a_checkpoint_that_does_not_fit_is_refused_by_name(change, message, tmp_path):
+    tiny_model().save_pretrained(tmp_path)
+    _edit(tmp_path, change)
+    with pytest.raises((ValueError, RuntimeError), match=message):
+        AutoModelForCausalLM.from_pretrained(tmp_path)
+
+
+def test_a_checkpoint_with_gaps_loads_when_told_to(tmp_path):
+    tiny_model().save_pretrained(tmp_path)
+    _edit(tmp_path, lambda t: t.pop("model.layers.1.mixer.k_proj.weight"))
+    model = EflaForCausalLM.from_pretrained(tmp_path, strict=False)
+    assert model.model.layers[1].mixer.k_proj.weight.isfinite().all()
+
+
+@pytest.mark.parametrize("kept", [0, 5, 300, -100])
+def test_a_truncated_file_is_named(kept, tmp_path):
+    tiny_model().save_pretrained(tmp_path)
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:kept])
+    with pytest.raises(ValueError, match=r"model\.safetensors is damaged .*copy or download it again"):
+        AutoModelForCausalLM.from_pretrained(tmp_path)
+
+
+def test_pickled_weights_are_not_loaded(tmp_path):
+    model = tiny_model()
+    model.save_pretrained(tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    torch.save(model.state_dict(), tmp_path / "pytorch_model.bin")
+    with pytest.raises(OSError, match="safetensors"):
+        EflaForCausalLM.from_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="safetensors only"):
+        EflaForCausalLM.from_pretrained(tmp_path, use_safetensors=False)
+
+
+def test_the_model_card_says_what_the_model_is_and_is_not_overwritten(tmp_path):
+    model = tiny_model(**MAIN["hybrid"])
+    model.save_pretrained(tmp_path)
+    card = (tmp_path / "README.md").read_text()
+    head = card.split("---")[1]
+    assert "library_name: transformers" in head
+    assert "pipeline_tag: text-generation" in head
+    assert "- softmax" in head
+    assert f"{sum(p.numel() for p in model.parameters()):,} parameters" in card
+    assert "3 of efla, 1 of softmax" in card
+    (tmp_path / "README.md").write_text("mine")
+    model.save_pretrained(tmp_path)
+    assert (tmp_path / "README.md").read_text() == "mine"
+
+
+def test_device_map_places_the_model(tmp_path):
+    if importlib.util.find_spec("accelerate") is None:
+        pytest.skip("device_map needs the package accelerate")
+    model, tokens = tiny_model(), random_tokens(2, 5)
+    model.save_pretrained(tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path, device_map="auto")
+    with torch.no_grad():
+        torch.testing.assert_close(loaded(tokens.to(loaded.device)).logits.cpu(), model(tokens).logits)
+
+
+def test_a_config_survives_json(tmp_path):
+    config = tiny_config(**MAIN["hybrid"])
+    config.save_pretrained(tmp_path)
+    loaded = AutoConfig.from_pretrained(tmp_path)
+    assert type(loaded) is EflaConfig
+    assert _fields(loaded) == _fields(config)
+    written = json.loads((tmp_path / "config.json").read_text())
+    assert written["model_type"] == "efla"
+    assert written["layer_types"] == ["linear_attention"] * 3 + ["full_attention"]
+
+
+def test_transformers_trainer_trains_evaluates_and_resumes(tmp_path):
+    if importlib.util.find_spec("accelerate") is None:
+        pytest.skip("transformers' Trainer needs the package accelerate")
+    from transformers import Trainer, TrainingArguments
+
+    model = tiny_model(**MAIN["hybrid"])
+    rows = [{"input_ids": row, "labels": row} for row in random_tokens(16, 12)]
+    settings = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "gradient_checkpointing": True}
+    arguments = TrainingArguments(
+        tmp_path,
+        max_steps=6,
+        save_steps=3,
+        learning_rate=1e-2,
+        report_to=[],
+        use_cpu=True,
+        disable_tqdm=True,
+        **settings,
+    )
+    shapes = []
+    trainer = Trainer(
+        model,
+        arguments,
+        train_dataset=rows,
+        eval_dataset=rows[:4],
+        compute_metrics=lambda p: shapes.append(p.predictions.shape) or {},
+    )
+    before = trainer.evaluate()["eval_loss"]
+    trainer.train()
+    assert trainer.evaluate()["eval_loss"] < before
+    assert shapes[-1] == (4, 12, 97)
+    assert trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3")).global_step == 6
+
+
+def test_auto_classes_know_us_when_transformers_loads_them_in_the_middle_of_a_model(tmp_path):
+    """Importing a modelling file first makes transformers load its Auto classes half way through another module."""
+    code = f"""
+import warnings; warnings.simplefilter("error", RuntimeWarning)
+import efla
+import transformers.models.qwen3_next.modeling_qwen3_next
+from transformers import AutoModelForCausalLM
+AutoModelForCausalLM.from_config(efla.presets.get("efla-tiny")).save_pretrained({str(tmp_path)!r})
+print(type(AutoModelForCausalLM.from_pretrained({str(tmp_path)!r})).__name__)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip().endswith("EflaForCausalLM")

@@ -1,0 +1,124 @@
+"""``efla info``, ``efla generate`` and ``efla convert``, and the documentation's first run."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import tyro
+
+from efla.commands.convert import convert
+from efla.commands.generate import generate
+from efla.commands.info import info
+from efla.models.text import ByteCodec, TimedStreamer
+
+from .tiny import HYBRID, tiny_model
+
+ROOT = Path(__file__).parents[2]
+
+
+def run(command, *arguments):
+    return tyro.cli(command, args=[str(a) for a in arguments])
+
+
+@pytest.fixture(scope="module")
+def byte_model(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("model") / "bytes"
+    tiny_model(vocab_size=256, bos_token_id=0, eos_token_id=0).save_pretrained(folder)
+    return folder
+
+
+def test_info_prints_the_facts_of_a_preset(capsys):
+    assert run(info, "efla-340m") == 0
+    out = capsys.readouterr().out
+    for fact in ("efla x 24", "374,362,112", "308,826,112", "13,467,648", "701,956,096", "keys 128, values 128"):
+        assert fact in out
+
+
+def test_info_of_a_folder_is_json_when_asked(tmp_path, capsys):
+    model = tiny_model(**HYBRID)
+    model.save_pretrained(tmp_path)
+    run(info, tmp_path, "--json", "--context", "10")
+    facts = json.loads(capsys.readouterr().out)
+    assert facts["parameters"] == sum(p.numel() for p in model.parameters())
+    assert facts["mixers"] == "efla x 3, softmax x 1"
+    assert facts["cache_bytes_per_token"] == 2 * 32 * 4
+
+
+def test_what_is_no_model_is_named(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"neither a folder, a hub name .* nor a preset; presets: efla-tiny"):
+        run(info, "no-such-thing")
+    with pytest.raises(FileNotFoundError, match=r"has no config\.json"):
+        run(info, tmp_path)
+    (tmp_path / "config.json").write_text('{"model_type": "delta_net"}')
+    with pytest.raises(ValueError, match="is a 'delta_net' model; `efla convert` reads"):
+        run(info, tmp_path)
+    with pytest.raises(ValueError, match="is a preset without weights"):
+        run(generate, "efla-tiny", "--prompt", "x")
+
+
+def test_generate_streams_what_the_model_says_and_its_speed(byte_model, capsys):
+    run(generate, byte_model, "--prompt", "Hello", "--max-new-tokens", 12)
+    out, err = capsys.readouterr()
+    model = tiny_model(vocab_size=256, bos_token_id=0, eos_token_id=0)
+    prompt = torch.tensor([[0, *b"Hello"]])
+    tokens = model.generate(
+        prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=12, do_sample=False, pad_token_id=0
+    )
+    assert out == "Hello" + ByteCodec().decode(tokens[0, 6:].tolist()) + "\n"
+    assert re.search(r"prompt: 6 tokens, [\d,]+ tokens/s; new: \d+ tokens, [\d,.]+ tokens/s", err)
+
+
+def test_sampling_follows_the_seed(byte_model, capsys):
+    texts = []
+    for seed in (1, 1, 2):
+        run(generate, byte_model, "--prompt", "Hello", "--max-new-tokens", 12, "--temperature", 1.0, "--seed", seed)
+        texts.append(capsys.readouterr().out)
+    assert texts[0] == texts[1] != texts[2]
+
+
+def test_a_model_without_a_tokenizer_says_so(tmp_path):
+    tiny_model().save_pretrained(tmp_path)
+    with pytest.raises(
+        ValueError, match="no tokenizer and its vocabulary of 97 is not bytes; name one with --tokenizer"
+    ):
+        run(generate, tmp_path, "--prompt", "x")
+
+
+def test_streamed_text_never_breaks_a_character():
+    pieces: list[str] = []
+    streamer = TimedStreamer(ByteCodec(), pieces.append)
+    streamer.put(torch.tensor([[0, 65]]))  # the prompt
+    for byte in "aé漢b".encode():
+        streamer.put(torch.tensor([byte]))
+    streamer.end()
+    assert "".join(pieces) == "aé漢b"
+    assert not any("�" in piece for piece in pieces)
+
+
+def test_convert_says_what_it_made(tmp_path, capsys):
+    tiny_model(rule="delta").save_pretrained(tmp_path / "ours")
+    assert run(convert, tmp_path / "ours", tmp_path / "fla") == 0
+    assert "model_type delta_net" in capsys.readouterr().out
+    assert run(convert, tmp_path / "fla", tmp_path / "back") == 0
+    assert "model_type efla, layers delta" in capsys.readouterr().out
+
+
+def test_the_first_run_of_the_docs_trains_saves_and_loads_in_a_new_process(tmp_path):
+    page = (ROOT / "docs" / "models.md").read_text()
+    first, second = re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL)[:2]
+    outputs = []
+    for block in (first, second):
+        code = "import torch; torch.set_num_threads(1)\n" + block
+        result = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=False)
+        assert result.returncode == 0, result.stderr[-2000:]
+        outputs.append(result.stdout)
+    loss = float(re.search(r"loss ([\d.]+)", outputs[0]).group(1))
+    assert loss < 3.2  # 5.55 at the start, about 3.1 for the frequencies of single bytes
+    assert outputs[1].startswith("The ")
+    assert len(outputs[1]) > 30

@@ -1,0 +1,160 @@
+"""transformers' ``generate`` in all its ways gives what recomputing everything at each step would give."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from transformers import DynamicCache, GenerationConfig
+
+from .tiny import ALL, EFLA, HYBRID, MAIN, OTHERS, random_tokens, tiny_model
+
+GREEDY = {"do_sample": False, "max_new_tokens": 8}
+
+
+def generate(model, tokens, **options):
+    options.setdefault("attention_mask", torch.ones_like(tokens))
+    return model.generate(tokens, **options)
+
+
+@pytest.mark.parametrize("fields", ALL.values(), ids=ALL)
+def test_greedy_decoding_with_a_cache_is_greedy_decoding_without(fields):
+    model, tokens = tiny_model(**fields), random_tokens(2, 7)
+    expected = tokens
+    with torch.no_grad():
+        for _ in range(8):
+            expected = torch.cat([expected, model(expected).logits[:, -1:].argmax(-1)], dim=1)
+    assert len(expected[:, 7:].unique()) > 2  # a model that repeats one token would pass anything
+    assert torch.equal(generate(model, tokens, **GREEDY), expected)
+    assert torch.equal(generate(model, tokens, use_cache=False, **GREEDY), expected)
+
+
+@pytest.mark.parametrize("fields", MAIN.values(), ids=MAIN)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"num_beams": 3, "do_sample": False},
+        {"num_beams": 4, "num_return_sequences": 2, "do_sample": False, "length_penalty": 0.5},
+        {"do_sample": True, "temperature": 1.3, "top_k": 20},
+        {"do_sample": True, "top_p": 0.8, "num_return_sequences": 3},
+        {"do_sample": False, "repetition_penalty": 1.5},
+        {"do_sample": False, "prefill_chunk_size": 3},
+        {"do_sample": False, "cache_implementation": "static"},
+    ],
+    ids=["beams", "beams-returned", "sampling", "nucleus", "penalty", "prefill-in-pieces", "static-cache"],
+)
+def test_generation_with_a_cache_is_generation_without(fields, options):
+    model, tokens = tiny_model(**fields), random_tokens(2, 7)
+    torch.manual_seed(5)
+    cached = generate(model, tokens, max_new_tokens=6, **options)
+    torch.manual_seed(5)
+    plain = {k: v for k, v in options.items() if k not in ("cache_implementation", "prefill_chunk_size")}
+    assert torch.equal(cached, generate(model, tokens, max_new_tokens=6, use_cache=False, **plain))
+    assert cached.shape == (2 * options.get("num_return_sequences", 1), 13)
+
+
+@pytest.mark.parametrize("fields", [EFLA, HYBRID, OTHERS["everything"]], ids=["efla", "hybrid", "everything"])
+@pytest.mark.parametrize("num_beams", [1, 3])
+def test_a_left_padded_batch_gives_what_each_prompt_gives_alone(fields, num_beams):
+    model = tiny_model(**fields)
+    lengths = [3, 9, 6]
+    prompts = [random_tokens(1, length, seed=length) for length in lengths]
+    batch = torch.full((3, 9), model.config.pad_token_id)
+    mask = torch.zeros_like(batch)
+    for row, prompt in enumerate(prompts):
+        batch[row, 9 - prompt.shape[1] :] = prompt
+        mask[row, 9 - prompt.shape[1] :] = 1
+    together = generate(model, batch, attention_mask=mask, num_beams=num_beams, **GREEDY)
+    for row, prompt in enumerate(prompts):
+        alone = generate(model, prompt, num_beams=num_beams, **GREEDY)
+        assert torch.equal(together[row, 9:], alone[0, prompt.shape[1] :])
+
+
+@pytest.mark.parametrize("fields", [EFLA, HYBRID, OTHERS["mamba2"]], ids=["efla", "hybrid", "mamba2"])
+@pytest.mark.parametrize("passes", ["all tokens", "new tokens"])
+def test_a_conversation_goes_on_from_a_kept_cache(fields, passes):
+    model, first, second = tiny_model(**fields), random_tokens(1, 6), random_tokens(1, 5, seed=3)
+    cache = DynamicCache(config=model.config)
+    answer = generate(model, first, past_key_values=cache, **GREEDY)
+    conversation = torch.cat([answer, second], dim=1)
+    expected = generate(model, conversation, **GREEDY)
+    # The last token of the answer has been chosen, but not read yet.
+    given = conversation if passes == "all tokens" else conversation[:, answer.shape[1] - 1 :]
+    goes_on = generate(model, given, past_key_values=cache, attention_mask=torch.ones_like(conversation), **GREEDY)
+    assert torch.equal(goes_on[:, given.shape[1] :], expected[:, conversation.shape[1] :])
+
+
+@torch.no_grad()
+def test_one_prefix_serves_many_continuations():
+    model, prefix = tiny_model(), random_tokens(1, 10)
+    kept = model(prefix, use_cache=True).past_key_values
+    for seed in (1, 2):
+        tokens = torch.cat([prefix, random_tokens(1, 3, seed=seed)], dim=1)
+        from_kept = generate(model, tokens, past_key_values=copy.deepcopy(kept), **GREEDY)
+        assert torch.equal(from_kept, generate(model, tokens, **GREEDY))
+
+
+@pytest.mark.parametrize("fields", MAIN.values(), ids=MAIN)
+def test_streamed_tokens_are_the_returned_ones(fields):
+    class Streamer:
+        def __init__(self):
+            self.seen, self.ended = [], False
+
+        def put(self, value):
+            self.seen.append(value.flatten())
+
+        def end(self):
+            self.ended = True
+
+    model, tokens, streamer = tiny_model(**fields), random_tokens(1, 5), Streamer()
+    result = generate(model, tokens, streamer=streamer, **GREEDY)
+    assert torch.equal(torch.cat(streamer.seen), result[0])
+    assert len(streamer.seen) == 1 + 8  # the prompt, then one by one
+    assert streamer.ended
+
+
+@pytest.mark.parametrize("fields", MAIN.values(), ids=MAIN)
+def test_generating_from_embeddings_is_generating_from_their_tokens(fields):
+    model, tokens = tiny_model(**fields), random_tokens(2, 6)
+    from_embeddings = model.generate(inputs_embeds=model.get_input_embeddings()(tokens), **GREEDY)
+    assert torch.equal(from_embeddings, generate(model, tokens, **GREEDY)[:, 6:])
+
+
+@pytest.mark.parametrize("fields", MAIN.values(), ids=MAIN)
+def test_scores_and_logits_of_generation_are_the_model_s(fields):
+    model, tokens = tiny_model(**fields), random_tokens(2, 6)
+    out = generate(model, tokens, return_dict_in_generate=True, output_logits=True, output_scores=True, **GREEDY)
+    with torch.no_grad():
+        logits = model(out.sequences).logits[:, 5:-1]
+    torch.testing.assert_close(torch.stack(out.logits, dim=1), logits, atol=1e-5, rtol=0)
+    assert torch.equal(torch.stack(out.scores, dim=1), torch.stack(out.logits, dim=1))
+    assert out.past_key_values is not None
+
+
+def test_generation_stops_at_the_end_token_and_pads_the_rest():
+    model, tokens = tiny_model(), random_tokens(2, 6)
+    free = generate(model, tokens, **GREEDY)
+    end = int(free[0, 9])
+    stopped = generate(model, tokens, eos_token_id=end, pad_token_id=0, **GREEDY)
+    first = int((free[0, 6:] == end).nonzero()[0])
+    assert torch.equal(stopped[0, : 7 + first], free[0, : 7 + first])
+    assert (stopped[0, 7 + first :] == 0).all()
+
+
+def test_a_model_with_a_memory_refuses_assisted_decoding_and_one_without_allows_it():
+    # What was read into a memory cannot be taken out again, as a rejected guess must be.
+    stateful, attention = tiny_model(**HYBRID), tiny_model(mixers=["softmax"])
+    tokens = random_tokens(1, 5)
+    with pytest.raises(ValueError, match="stateful"):
+        generate(stateful, tokens, assistant_model=attention, **GREEDY)
+    assisted = generate(attention, tokens, assistant_model=tiny_model(seed=1, mixers=["softmax"]), **GREEDY)
+    assert torch.equal(assisted, generate(attention, tokens, **GREEDY))
+
+
+def test_generation_settings_travel_with_the_model(tmp_path):
+    model = tiny_model()
+    model.generation_config = GenerationConfig(max_new_tokens=3, do_sample=False, pad_token_id=0)
+    model.save_pretrained(tmp_path)
+    loaded = type(model).from_pretrained(tmp_path)
+    assert generate(loaded, random_tokens(1, 4)).shape == (1, 7)

@@ -1,0 +1,162 @@
+"""The report: one file, from rows alone, without a network."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from efla.experiments.framework.rows import ROWS, append_rows
+from efla.report import build
+from efla.report.chart import Chart, Point, Series, render
+
+pytest.importorskip("jinja2")
+
+
+def helper(name: str, file: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, Path(__file__).parents[1] / file)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+made_up_rows = helper("claims_helpers", "experiments/test_claims.py").made_up_rows
+
+
+def write_run(folder: Path, seeds: tuple[int, ...] = (0, 1, 2)) -> Path:
+    """A run folder of sequential MNIST with made-up numbers, written by the framework's own functions."""
+
+    def accuracy(arm: str, kind: str, level: float, seed: int) -> float:
+        return 0.9 + 0.01 * seed - (0.02 if arm == "exact-flow" else 0.04) * level
+
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps({"format": 1, "experiment": "smnist", "protocol": {}}))
+    pending = []
+    for row in made_up_rows(
+        accuracy, loss=lambda arm, rate, seed: float("nan") if arm == "delta-raw" and seed == 1 else 0.3, seeds=seeds
+    ):
+        pending.append(row)
+        if row["row"] == "cell":
+            append_rows(folder, pending)
+            pending = []
+    return folder
+
+
+class _Checker(HTMLParser):
+    """Collects what the page refers to, and checks that elements are closed in order."""
+
+    void = frozenset({"meta", "link", "br", "hr", "img", "input"})
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.references: list[str] = []
+        self.open: list[str] = []
+        self.ids: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        if tag not in self.void:
+            self.open.append(tag)
+        self.references += [value or "" for name, value in attrs if name in ("src", "href", "xlink:href", "action")]
+        self.ids += [value or "" for name, value in attrs if name == "id"]
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.handle_starttag(tag, attrs)
+        if tag not in self.void:
+            self.open.pop()
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag, tag
+
+
+@pytest.fixture
+def page(tmp_path: Path) -> str:
+    build([write_run(tmp_path / "run")], tmp_path / "report.html")
+    return (tmp_path / "report.html").read_text()
+
+
+def test_the_page_refers_to_nothing_outside_itself(page: str) -> None:
+    checker = _Checker()
+    checker.feed(page)
+    assert checker.open == []
+    assert checker.references
+    assert all(reference.startswith("#") or reference == "data:," for reference in checker.references)
+    assert len(checker.ids) == len(set(checker.ids))
+    assert set(checker.references) - {"data:,"} <= {f"#{identifier}" for identifier in checker.ids}
+    assert not re.search(r"https?://|@import|url\(", page)
+
+
+def test_the_page_states_every_claim_with_a_verdict_numbers_data_and_limits(page: str) -> None:
+    for letter in "abcde":
+        assert f"<b>({letter})</b>" in page
+    assert page.count('class="badge seen"') >= 1
+    assert "±" in page
+    assert "What may not be concluded" in page
+    assert "Small differences: the spread is estimated from 3 seeds." in page
+    assert "made-up &lt;images&gt;" in page, "text from rows is escaped"
+    assert "made-up <images>" not in page
+    assert "15" in page
+    assert "45 cells" in page
+    assert "1 of 3" in page, "diverged runs are counted"
+
+
+def test_figures_have_a_band_for_several_seeds_and_none_for_one(tmp_path: Path, page: str) -> None:
+    assert page.count('class="band"') == 9, "three kinds, three arms"
+    build([write_run(tmp_path / "one", seeds=(0,))], tmp_path / "one.html")
+    single = (tmp_path / "one.html").read_text()
+    assert 'class="band"' not in single
+    assert "Any verdict at all: there is one seed" in single
+    assert page.count('class="chart"') == single.count('class="chart"') == 4 + 2 + 5
+
+
+def test_no_number_of_a_figure_is_not_a_number(page: str) -> None:
+    for attribute in re.findall(r'(?: d|x1|x2|y1|y2|cx|cy)="([^"]*)"', page):
+        assert "nan" not in attribute.lower()
+        assert "inf" not in attribute.lower()
+
+
+def test_the_same_folder_twice_is_one_section_and_two_folders_are_not_pooled(tmp_path: Path) -> None:
+    first, second = write_run(tmp_path / "first"), write_run(tmp_path / "second")
+    assert len(build([first, first], tmp_path / "report.html")) == 2
+    assert [s.source for s in build([first, second], tmp_path / "report.html")] == [str(first)] * 2 + [str(second)] * 2
+
+
+def test_half_written_rows_are_left_out(tmp_path: Path, page: str) -> None:
+    folder = write_run(tmp_path / "again")
+    with open(folder / ROWS, "ab") as file:
+        file.write(b'{"row": "level", "cell": "exact-flow 0.0')
+    build([folder], tmp_path / "again.html")
+    assert (tmp_path / "again.html").read_text().replace(str(folder), str(tmp_path / "run")) == page
+
+
+def test_bad_folders_are_clear_errors(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match="not the output folder of `efla reproduce`"):
+        build([tmp_path], tmp_path / "report.html")
+    with pytest.raises(ValueError, match="at least one run folder"):
+        build([], tmp_path / "report.html")
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    (empty / "config.json").write_text(json.dumps({"format": 1, "experiment": "smnist", "protocol": {}}))
+    (empty / ROWS).write_text("")
+    with pytest.raises(ValueError, match="no finished cell yet"):
+        build([empty], tmp_path / "report.html")
+    (tmp_path / "file").write_text("")
+    with pytest.raises(OSError, match="cannot write the report"):
+        build([write_run(tmp_path / "run")], tmp_path / "file" / "report.html")
+    assert not (tmp_path / "report.html").exists()
+
+
+def test_a_curve_with_a_gap_is_drawn_in_two_pieces() -> None:
+    def point(x: float, y: float) -> Point:
+        return Point(x, y, y, y, str(y))
+
+    values = [point(1, 1), point(2, 2), point(3, float("nan")), point(4, 2), point(5, 1)]
+    svg = render(Chart("t", "x", "y", [Series("efla", "EFLA", values)], (0, 3)))
+    assert len(re.findall(r'class="line"', svg)) == 2
+    assert svg.count("<circle") == 4
