@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from efla.phi import flow_integral, phi1, rational_step
+from efla.phi import expm1, flow_integral, phi1, rational_step
 
 POINTS = np.concatenate([[0.0], np.logspace(-40, 30, 400), np.linspace(0.01, 5, 200), [1.9999999, 2.0, 2.0000001]])
 DTYPES = [torch.float32, torch.float64]
@@ -86,6 +86,17 @@ def test_steps_hold_where_beta_times_rate_overflows_float32(function, exact):
     assert max(relative_errors(value.detach(), expected)) <= 8 * torch.finfo(torch.float32).eps
     grads = torch.autograd.grad(value.sum(), (beta, rate))
     assert all(torch.isfinite(g).all() for g in grads)
+
+
+def test_small_exponentials_keep_their_gradients():
+    """torch.expm1's derivative is expm1(x) + 1: zero at -40 already, in float64 too."""
+    x = torch.tensor([-1e-8, -1.0, -40.0, -80.0, -700.0], dtype=torch.float64, requires_grad=True)
+    (grad,) = torch.autograd.grad(expm1(x).sum(), x)
+    torch.testing.assert_close(expm1(x), torch.expm1(x), rtol=0, atol=0)
+    torch.testing.assert_close(grad, x.detach().exp(), rtol=1e-15, atol=0)
+    beta = torch.tensor([2.0], dtype=torch.float64, requires_grad=True)
+    (grad,) = torch.autograd.grad(flow_integral(beta, torch.tensor([25.0], dtype=torch.float64)).sum(), beta)
+    assert float(grad) == pytest.approx(float(mpmath.exp(-50)), rel=1e-12)
 
 
 def test_flow_integral_with_offset_passes_gradcheck_on_both_sides_of_its_switch():

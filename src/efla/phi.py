@@ -28,6 +28,12 @@ def phi1(x: Tensor) -> Tensor:
     return _exponential_moment(x if x.dtype in _SERIES_TERMS else x.float(), 0)
 
 
+def expm1(x: Tensor) -> Tensor:
+    """exp(x) - 1 for x <= 0 with derivative exp(x); torch's own derivative, expm1(x) + 1, is zero where exp(x) is small."""
+    exponential = x.exp()
+    return torch.expm1(x).detach() + (exponential - exponential.detach())
+
+
 def flow_integral(beta: Tensor, rate: Tensor, offset: Tensor | None = None) -> Tensor:
     """Weight that one token's write receives from an exact flow: beta * phi1(offset + beta * rate), elementwise.
 
@@ -44,7 +50,7 @@ def flow_integral(beta: Tensor, rate: Tensor, offset: Tensor | None = None) -> T
     denominator = torch.where(is_stiff, rate, one)
     if offset is not None:
         denominator = denominator + offset / torch.where(is_stiff, beta, one)
-    return torch.where(is_stiff, -torch.expm1(-exponent) / denominator, gentle)
+    return torch.where(is_stiff, -expm1(-exponent) / denominator, gentle)
 
 
 def rational_step(beta: Tensor, rate: Tensor) -> Tensor:

@@ -225,7 +225,7 @@ def assert_close(
     """
     problems = []
     for name, truth in expected.items():
-        value, reference = actual[name], honest[name]
+        value, reference = actual[name].detach(), honest[name]
         if value.shape != truth.shape:
             problems.append(f"{name}: shape {list(value.shape)}, expected {list(truth.shape)}")
             continue

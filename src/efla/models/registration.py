@@ -58,7 +58,7 @@ def _run(name: str) -> None:
     module, last_class = _OURS[name]
     if name not in _PENDING or (module in sys.modules and not hasattr(sys.modules[module], last_class)):
         return  # done, or our own module is what loads transformers: it calls install() when it is ready
-    if any(_is_half_imported(other) for other in list(sys.modules) if other != name):
+    if name == _MODELS and any(_is_half_imported(other) for other in list(sys.modules) if other != name):
         return  # transformers loads its Auto classes in the middle of something else; the first EflaConfig comes back
     register = _PENDING.pop(name)
     try:

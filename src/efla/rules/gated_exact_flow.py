@@ -5,7 +5,7 @@ import math
 import torch
 from torch import Tensor
 
-from efla.phi import flow_integral
+from efla.phi import expm1, flow_integral
 from efla.rules.base import FlowRates, StepCoefficients, UpdateRule, gated_flow
 
 
@@ -28,7 +28,7 @@ class GatedExactFlow(UpdateRule):
     def coefficients(self, beta: Tensor | None, lam: Tensor, log_gate: Tensor | None = None) -> StepCoefficients:
         assert beta is not None and log_gate is not None
         gate = log_gate.exp()
-        log_decay = torch.expm1(log_gate)
+        log_decay = expm1(log_gate)
         return StepCoefficients(
             log_decay=log_decay,
             erase=flow_integral(gate * beta, lam),
