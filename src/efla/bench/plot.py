@@ -25,6 +25,8 @@ def plot_lengths(measurements: list[Measurement], path: Path, machine: str) -> N
     curves: dict[str, dict[str, list[tuple[int, float]]]] = defaultdict(lambda: defaultdict(list))
     for m in measurements:
         if m.work.startswith("length, forward "):
+            if m.contender not in _STYLE:
+                continue
             _, length, _, width = m.work.removeprefix("length, forward ").split()
             curves[width][m.contender].append((int(length[1:]), m.median * 1e3))
     figure, axes = pyplot.subplots(1, len(curves), figsize=(5.2 * len(curves), 4.2), sharey=True, squeeze=False)

@@ -40,6 +40,8 @@ LENGTHS = [512, 1024, 2048, 4096, 8192, 16_384, 32_768, 65_536]
 DECODE_BATCHES = [1, 4, 16, 64]
 # Beyond this length the quadratic and the plain-torch contenders take minutes and say nothing new.
 LONGEST_PEER = 16_384
+YARDSTICK_LENGTH = 4096
+YARDSTICK = f"native at T{YARDSTICK_LENGTH}"
 
 
 def headline(threads: int, rounds: int) -> Iterator[list[Measurement]]:
@@ -69,16 +71,20 @@ def lengths(threads: int, rounds: int) -> Iterator[list[Measurement]]:
     for width in (64, 128):
         for length in LENGTHS:
             size = Size(1, length, 8, width)
-            if length <= LONGEST_PEER:
-                calls = forward_calls(size)
-            else:
-                calls = {"native": attention_call(size, "gated_delta", "native")}
+            calls = forward_calls(size) if length <= LONGEST_PEER else {"native": native_call(size)}
+            flops_of = {}
+            if length > YARDSTICK_LENGTH:
+                # The same rounds time a short context too: cost per token is compared within them, not between phases.
+                yardstick = Size(1, YARDSTICK_LENGTH, 8, width)
+                calls[YARDSTICK] = native_call(yardstick)
+                flops_of = {YARDSTICK: yardstick.flops(FORWARD_FLOPS)}
             yield compare(
                 f"length, forward {size}",
                 [Contender(name, call) for name, call in calls.items()],
                 threads=threads,
-                rounds=rounds if length <= 4096 else max(3, rounds // 2),
+                rounds=rounds,
                 useful_flops=size.flops(FORWARD_FLOPS),
+                flops_of=flops_of,
             )
 
 
@@ -155,6 +161,10 @@ def attention_call(size: Size, rule: str, backend: str, *, dtype: torch.dtype = 
     return call
 
 
+def native_call(size: Size) -> Callable[[], object]:
+    return attention_call(size, "gated_delta", "native")
+
+
 def training_call(size: Size, rule: str, backend: str) -> Callable[[], object]:
     tensors = inputs(size, rule, grad=True)
 
@@ -226,7 +236,7 @@ def softmax_call(size: Size) -> Callable[[], object]:
 
 def forward_calls(size: Size, *, softmax: bool = True) -> dict[str, Callable[[], object]]:
     calls = {
-        "native": attention_call(size, "gated_delta", "native"),
+        "native": native_call(size),
         "chunked": attention_call(size, "gated_delta", "chunked"),
         "transformers": transformers_forward_call(size),
     }
