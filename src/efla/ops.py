@@ -35,18 +35,8 @@ def chunk_delta_rule(
     cu_seqlens: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """The delta rule: S_t = (I - beta k k^T) S_{t-1} + beta k v^T."""
-    return linear_attention(
-        q,
-        k,
-        v,
-        beta,
-        rule="delta",
-        scale=scale,
-        initial_state=initial_state,
-        output_final_state=output_final_state,
-        qk_l2norm=use_qk_l2norm_in_kernel,
-        cu_seqlens=cu_seqlens,
-    )
+    options = (scale, initial_state, output_final_state, use_qk_l2norm_in_kernel, cu_seqlens)
+    return _by_rule("delta", q, k, v, beta, None, *options)
 
 
 def chunk_efla(
@@ -61,18 +51,8 @@ def chunk_efla(
     cu_seqlens: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """The exact flow of the delta rule: beta replaced by (1 - exp(-beta k.k)) / k.k."""
-    return linear_attention(
-        q,
-        k,
-        v,
-        beta,
-        rule="efla",
-        scale=scale,
-        initial_state=initial_state,
-        output_final_state=output_final_state,
-        qk_l2norm=use_qk_l2norm_in_kernel,
-        cu_seqlens=cu_seqlens,
-    )
+    options = (scale, initial_state, output_final_state, use_qk_l2norm_in_kernel, cu_seqlens)
+    return _by_rule("efla", q, k, v, beta, None, *options)
 
 
 def chunk_gated_delta_rule(
@@ -88,19 +68,8 @@ def chunk_gated_delta_rule(
     cu_seqlens: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """The gated delta rule: S_t = exp(g) (I - beta k k^T) S_{t-1} + beta k v^T."""
-    return linear_attention(
-        q,
-        k,
-        v,
-        beta,
-        g,
-        rule="gated_delta",
-        scale=scale,
-        initial_state=initial_state,
-        output_final_state=output_final_state,
-        qk_l2norm=use_qk_l2norm_in_kernel,
-        cu_seqlens=cu_seqlens,
-    )
+    options = (scale, initial_state, output_final_state, use_qk_l2norm_in_kernel, cu_seqlens)
+    return _by_rule("gated_delta", q, k, v, beta, g, *options)
 
 
 def chunk_gated_efla(
@@ -116,13 +85,30 @@ def chunk_gated_efla(
     cu_seqlens: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """The exact flow of the gated delta rule (rule ``gated_efla``)."""
+    options = (scale, initial_state, output_final_state, use_qk_l2norm_in_kernel, cu_seqlens)
+    return _by_rule("gated_efla", q, k, v, beta, g, *options)
+
+
+def _by_rule(
+    rule: str,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    beta: Tensor,
+    g: Tensor | None,
+    scale: float | None,
+    initial_state: Tensor | None,
+    output_final_state: bool,
+    use_qk_l2norm_in_kernel: bool,
+    cu_seqlens: Tensor | None,
+) -> tuple[Tensor, Tensor | None]:
     return linear_attention(
         q,
         k,
         v,
         beta,
         g,
-        rule="gated_efla",
+        rule=rule,
         scale=scale,
         initial_state=initial_state,
         output_final_state=output_final_state,

@@ -32,8 +32,8 @@ KINDS = [
 
 @cache
 def fla_python() -> str | None:
-    """An interpreter with flash-linear-attention 0.6: this one, ``EFLA_FLA_PYTHON``, or /tmp/fla-venv."""
-    for python in (sys.executable, os.environ.get("EFLA_FLA_PYTHON"), "/tmp/fla-venv/bin/python"):
+    """An interpreter with flash-linear-attention 0.6: this one, or ``EFLA_FLA_PYTHON``."""
+    for python in (sys.executable, os.environ.get("EFLA_FLA_PYTHON")):
         if python and Path(python).exists():
             check = "import importlib.util as u, sys; sys.exit(not (u.find_spec('fla') and u.find_spec('triton')))"
             if subprocess.run([python, "-c", check], check=False).returncode == 0:
