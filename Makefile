@@ -46,6 +46,7 @@ lint: setup
 	$(BIN)/mypy
 
 bench: setup
+	$(BIN)/efla bench models --output benchmarks/results/models.json
 	$(BIN)/efla bench scan --output benchmarks/results/scan.json --plot docs/figures/cost_against_length.svg
 
 docs: setup

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from efla import cli
-from efla.bench import gate, scan, timing
+from efla.bench import gate, models, scan, timing
 from efla.bench.plot import plot_lengths
 from efla.scans.backends import chunked, native
 
@@ -76,3 +76,22 @@ def test_a_plot_needs_no_more_than_rows(tmp_path):
     ]
     plot_lengths(rows, tmp_path / "plot.png", "a machine")
     assert (tmp_path / "plot.png").stat().st_size > 1000
+
+
+@needs_native
+def test_models_are_compared_at_matched_size_and_their_state_is_what_the_formula_says(monkeypatch, capsys):
+    monkeypatch.setattr(models, "PREFILL_LENGTH", 16)
+    monkeypatch.setattr(models, "CONTEXTS", (20, 40))
+    monkeypatch.setattr(models, "HIDDEN", 64)
+    monkeypatch.setattr(models, "WIDTH", 16)
+    monkeypatch.setattr(models, "MLP", 96)
+    sizes = [sum(p.numel() for p in model.parameters()) for model in (models.efla_model(), models.transformers_model())]
+    assert abs(sizes[0] / sizes[1] - 1) < 0.02
+    measured = [m for suite in models.SUITES.values() for group in suite(1, 1) for m in group]
+    assert {m.contender for m in measured} >= {"transformers Qwen3.5", "efla after 20", "softmax after 40"}
+    assert "as the formula says" in capsys.readouterr().out
+
+
+def test_an_unknown_suite_is_named(capsys):
+    assert cli.main(["bench", "models", "--suite", "thruput"]) == 1
+    assert "known suites: throughput, contexts" in capsys.readouterr().err

@@ -175,7 +175,9 @@ def test_twenty_kills_at_random_moments_give_the_rows_of_an_undisturbed_run(
 
 
 def _start(folder: Path, seconds: float) -> subprocess.Popen[str]:
+    # A shell starts its background jobs with Ctrl-C ignored, and children inherit that: here it must work.
     code = (
+        "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
         "import sys; from pathlib import Path; from efla.experiments.framework import run; from tiny_experiment import *\n"
         f"run(Tiny(TinyConfig(cells=40, seconds={seconds})), Path({str(folder)!r}), workers=2)"
     )

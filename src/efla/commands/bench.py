@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import importlib
 import json
 import platform
 from pathlib import Path
@@ -15,12 +16,13 @@ from rich.table import Table
 
 from efla.bench.timing import Measurement
 from efla.commands.doctor import machine_facts
+from efla.errors import unknown_name
 
 
 def bench(
-    what: Annotated[Literal["scan"], tyro.conf.Positional] = "scan",
+    what: Annotated[Literal["scan", "models"], tyro.conf.Positional] = "scan",
     /,
-    suite: tuple[Literal["headline", "rules", "lengths", "decode"], ...] = ("headline", "rules", "lengths", "decode"),
+    suite: tuple[str, ...] = (),
     threads: int | None = None,
     rounds: int = 7,
     json: bool = False,
@@ -32,18 +34,21 @@ def bench(
     Refuses to print a number if a backend is wrong. Nothing else should run meanwhile.
 
     Args:
-        what: What to time.
-        suite: Which parts to run.
+        what: The scan alone, or whole models.
+        suite: Which parts to run, all by default. Scan: headline, rules, lengths, decode. Models: throughput, contexts.
         threads: Threads for every contender; default is torch's own number.
         rounds: How often each contender is timed; medians and quartiles are reported.
         json: Print rows as JSON instead of tables.
         output: Also write the rows to this JSON file.
         plot: Also draw cost against length to this SVG or PNG file (needs the suite "lengths").
     """
-    from efla.bench import scan
     from efla.bench.gate import check_contenders
     from efla.bench.plot import plot_lengths
 
+    suites = importlib.import_module(f"efla.bench.{what}").SUITES
+    for name in suite:
+        if name not in suites:
+            raise unknown_name("suite", name, suites)
     if threads is not None:
         torch.set_num_threads(threads)
     threads = torch.get_num_threads()
@@ -52,8 +57,8 @@ def bench(
         check_contenders()
     console.print(f"[green]correctness gate passed[/]; {processor_name()}, {threads} threads, float32 unless said")
     measurements: list[Measurement] = []
-    for name in suite:
-        for group in scan.SUITES[name](threads, rounds):
+    for name in suite or suites:
+        for group in suites[name](threads, rounds):
             measurements += group
             if not json:
                 console.print(comparison_table(group))
@@ -70,7 +75,7 @@ def bench(
     if output is not None:
         output.parent.mkdir(parents=True, exist_ok=True)
         output.write_text(_dumps(record) + "\n")
-    if plot is not None:
+    if plot is not None and what == "scan":
         plot_lengths(measurements, plot, f"{processor_name()}, {threads} threads")
     return 0
 

@@ -179,7 +179,7 @@ def _reject_misspelt(kwargs: dict[str, Any], config: EflaConfig) -> None:
     """transformers keeps unknown keys as attributes; one that looks like a field of ours is a slip."""
     known = list(type(config).__annotations__)
     for key in kwargs:
-        near = difflib.get_close_matches(key, known, n=1, cutoff=0.85)
+        near = difflib.get_close_matches(key, known, n=1, cutoff=0.8)
         if near and key not in config.attribute_map:
             raise ValueError(f"unknown key {key!r} in EflaConfig; did you mean {near[0]!r}?")
 
