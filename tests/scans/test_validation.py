@@ -97,11 +97,12 @@ def test_values_on_an_accelerator_are_looked_at_only_when_asked():
         assert validation.checks_values(elsewhere)
 
 
-def test_auto_logs_its_choice_once(caplog):
+@pytest.mark.parametrize("grad", [True, False], ids=["training", "inference"])
+def test_auto_logs_its_choice_once(caplog, grad):
     from efla.scans import backends
 
-    backends._log_choice.cache_clear()
-    with caplog.at_level("INFO", logger="efla"):
+    backends.log_choice.cache_clear()
+    with caplog.at_level("INFO", logger="efla"), torch.set_grad_enabled(grad):
         call()
         call()
     assert len([r for r in caplog.records if "runs scans on cpu" in r.message]) == 1

@@ -8,7 +8,7 @@ from torch import Tensor
 from efla import rules
 from efla.rules import UpdateRule
 from efla.scans import validation
-from efla.scans.backends import choose_backend, native
+from efla.scans.backends import choose_backend, log_choice, native
 from efla.scans.fused_ops import run_fused
 from efla.scans.keys import l2_normalize, squared_norm, widest
 from efla.scans.torch_ops import run_scan, without_autocast
@@ -49,6 +49,8 @@ def linear_attention(
             q, k, v, beta, log_gate, rule, qk_l2norm, scale, initial_state, output_final_state, inplace_state
         )
         if done is not None:
+            if backend == "auto":
+                log_choice("native", "cpu")
             return done
     update_rule = rules.get(rule)
     if validation.validation_enabled():

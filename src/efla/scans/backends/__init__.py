@@ -44,12 +44,13 @@ def choose_backend(name: str, k: Tensor, v: Tensor) -> Backend:
         reason = backend.unavailable() or backend.supports(k, v)
         if reason is None:
             if not torch.compiler.is_compiling():
-                _log_choice(candidate, k.device.type, "; ".join(passed_over))
+                log_choice(candidate, k.device.type, "; ".join(passed_over))
             return backend
         passed_over.append(f"{candidate!r} {reason}")
     raise AssertionError("the reference backend supports every call")
 
 
 @cache
-def _log_choice(name: str, device: str, passed_over: str) -> None:
+def log_choice(name: str, device: str, passed_over: str = "") -> None:
+    """Say once which backend "auto" took on a device, and why it passed over those before it."""
     _logger.info("backend %r runs scans on %s%s", name, device, f" ({passed_over})" if passed_over else "")
