@@ -9,12 +9,15 @@ import torch
 
 import efla
 from efla.bench.timing import Contender, Measurement, compare
+from efla.integrations.transformers import accelerate_cpu
 from efla.models.accounting import state_bytes
 
 HIDDEN, LAYERS, HEADS, WIDTH, MLP, VOCABULARY = 512, 4, 4, 128, 1536, 1024
 PREFILL_LENGTH = 2048
 CONTEXTS = (1_000, 100_000)
 PREFILL_CHUNK = 4096
+TRANSFORMERS = "transformers Qwen3.5"
+ACCELERATED = "the same, accelerate_cpu"
 
 
 def efla_model(rule: str = "gated_delta", mixers: list[str] | None = None) -> Any:
@@ -63,14 +66,18 @@ def throughput(threads: int, rounds: int) -> Iterator[list[Measurement]]:
     models = {
         "efla gated_delta": efla_model(),
         "efla": efla_model("efla"),
-        "transformers Qwen3.5": transformers_model(),
+        TRANSFORMERS: transformers_model(),
     }
     tokens = torch.randint(VOCABULARY, (1, PREFILL_LENGTH), generator=torch.Generator().manual_seed(0))
     sizes = ", ".join(f"{name} {sum(p.numel() for p in model.parameters()):,}" for name, model in models.items())
-    prefill = [Contender(name, _prefill_call(model, tokens)) for name, model in models.items()]
+    calls = {name: _prefill_call(model, tokens) for name, model in models.items()}
+    calls[ACCELERATED] = _accelerated(calls[TRANSFORMERS])
+    prefill = [Contender(name, call) for name, call in calls.items()]
     work = f"B1 T{PREFILL_LENGTH}, {LAYERS} layers of {HIDDEN} (parameters: {sizes})"
     yield compare(f"prefill {work}", prefill, threads=threads, rounds=rounds)
-    training = [Contender(name, _training_call(model, tokens)) for name, model in models.items()]
+    calls = {name: _training_call(model, tokens) for name, model in models.items()}
+    calls[ACCELERATED] = _accelerated(calls[TRANSFORMERS])
+    training = [Contender(name, call) for name, call in calls.items()]
     yield compare(f"training step {work}", training, threads=threads, rounds=rounds)
 
 
@@ -97,6 +104,16 @@ def _prefill_call(model: Any, tokens: torch.Tensor) -> Callable[[], object]:
         return model(tokens, use_cache=False, logits_to_keep=1)  # transformers refuses a cache of linear layers alone
 
     return call
+
+
+def _accelerated(call: Callable[[], object]) -> Callable[[], object]:
+    """The same call with transformers' functions replaced by ours while it runs."""
+
+    def accelerated() -> object:
+        with accelerate_cpu():
+            return call()
+
+    return accelerated
 
 
 def _training_call(model: Any, tokens: torch.Tensor) -> Callable[[], object]:

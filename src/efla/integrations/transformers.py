@@ -62,7 +62,7 @@ class Acceleration:
 def accelerate_cpu() -> Acceleration:
     """Let transformers' gated-delta-rule models run on efla's kernels on the CPU; a warning if none of them has the hook.
 
-    Calling it twice changes nothing. ``accelerate_cpu().restore()``, or leaving the ``with`` block, undoes it.
+    Calling it twice changes nothing. ``restore()`` on the first call's result, or leaving its ``with`` block, undoes it.
     """
     acceleration = Acceleration()
     found = False
@@ -79,6 +79,7 @@ def accelerate_cpu() -> Acceleration:
     return acceleration
 
 
+@functools.cache
 def _gated_delta_modules() -> list[ModuleType]:
     """Modelling modules of transformers that define the functions, found by reading their source, then imported."""
     import transformers.models
