@@ -19,23 +19,52 @@ def in_pieces(model, tokens, lengths, cache, **kwargs):
     return torch.cat([model(piece, past_key_values=cache, use_cache=True, **kwargs).logits for piece in pieces], dim=1)
 
 
-@pytest.mark.parametrize("fields", ALL.values(), ids=ALL)
+# With these weights the first layer's memory answers some tokens with 3e-5 where 1e-2 is usual, and the output norm enlarges
+# that, rounding included, a thousand times: half a float32 ulp in the weights moves the logits by 2.6e-5 (computed in float64).
+ILL_CONDITIONED = "gated_delta-grouped"
+
+
+def rounding_reach(model, tokens):
+    """How far the logits move, in float64, when every weight is moved at random by at most half a float32 ulp."""
+    exact = copy.deepcopy(model).double()
+    logits, reach = exact(tokens).logits, 0.0
+    for seed in range(5):
+        random, moved = torch.Generator().manual_seed(seed), copy.deepcopy(exact)
+        for weight in moved.parameters():
+            weight.mul_(1 + (2 * torch.rand(weight.shape, generator=random, dtype=weight.dtype) - 1) * 2**-24)
+        reach = max(reach, float((moved(tokens).logits - logits).abs().max()))
+    return reach
+
+
+@pytest.mark.parametrize("name", ALL)
 @pytest.mark.parametrize(
     "lengths", [[1] * 23, [22, 1], [1, 2, 3, 17], [16, 7]], ids=["ones", "22+1", "1+2+3+17", "16+7"]
 )
 @torch.no_grad()
-def test_prefill_in_pieces_is_one_pass(fields, lengths):
+def test_prefill_in_pieces_is_one_pass(name, lengths):
     tokens = random_tokens(2, 23)
-    strong = tiny_model(**fields).double()  # large weights, in float64: the same computation, not a similar one
+    strong = tiny_model(**ALL[name])  # large weights, so that a difference anywhere shows
     whole = strong(tokens).logits
     assert whole.abs().max() > 1
     pieces = in_pieces(strong, tokens, lengths, DynamicCache(config=strong.config))
-    torch.testing.assert_close(pieces, whole, atol=1e-10, rtol=0)
+    bound = rounding_reach(strong, tokens) if name == ILL_CONDITIONED else 1e-5
+    torch.testing.assert_close(pieces, whole, atol=bound, rtol=0)
+
+    strong = strong.double()  # the same computation, not a similar one
+    pieces = in_pieces(strong, tokens, lengths, DynamicCache(config=strong.config))
+    torch.testing.assert_close(pieces, strong(tokens).logits, atol=1e-10, rtol=0)
 
     torch.manual_seed(0)
-    fresh = EflaForCausalLM(tiny_config(**fields)).eval()  # as training starts, in float32
+    fresh = EflaForCausalLM(tiny_config(**ALL[name])).eval()  # as training starts
     pieces = in_pieces(fresh, tokens, lengths, DynamicCache(config=fresh.config))
     torch.testing.assert_close(pieces, fresh(tokens).logits, atol=1e-5, rtol=0)
+
+
+@torch.no_grad()
+def test_only_one_of_the_models_is_ill_conditioned():
+    tokens = random_tokens(2, 23)
+    beyond = [name for name, fields in ALL.items() if rounding_reach(tiny_model(**fields), tokens) > 1e-5]
+    assert beyond == [ILL_CONDITIONED]
 
 
 @pytest.mark.parametrize("fields", MAIN.values(), ids=MAIN)
