@@ -20,8 +20,9 @@ class SoftmaxAttention(nn.Module):
 
         o_t = sum_{i <= t} softmax_i( R_t q_t . R_i k_i / sqrt(D) ) v_i,      y = Wo o
 
-    x, y: [B, T, hidden_size]; R_t rotates the pairs (j, j + D/2) by t * rope_theta^(-2j/D). No q/k norm, no biases.
+    x, y: [B, T, hidden_size]; R_t rotates the pairs (j, j + D/2) by t * rope_theta^(-2j/D). No q/k norm.
     num_key_value_heads: fewer key-value than query heads, default as many. head_dim: default hidden_size / num_heads.
+    bias: of the four linear maps, default none.
     """
 
     is_causal = True  # transformers' attention functions ask the module
@@ -34,6 +35,7 @@ class SoftmaxAttention(nn.Module):
         num_key_value_heads: int | None = None,
         head_dim: int | None = None,
         rope_theta: float = 10_000.0,
+        bias: bool = False,
     ) -> None:
         super().__init__()
         if head_dim is None and hidden_size % num_heads:
@@ -53,10 +55,10 @@ class SoftmaxAttention(nn.Module):
             raise ValueError(f"rotary positions need an even head width, got {self.head_dim}")
         self.rope_theta = rope_theta
         self.scaling = self.head_dim**-0.5
-        self.q_proj = nn.Linear(hidden_size, num_heads * self.head_dim, bias=False)
-        self.k_proj = nn.Linear(hidden_size, self.num_key_value_heads * self.head_dim, bias=False)
-        self.v_proj = nn.Linear(hidden_size, self.num_key_value_heads * self.head_dim, bias=False)
-        self.o_proj = nn.Linear(num_heads * self.head_dim, hidden_size, bias=False)
+        self.q_proj = nn.Linear(hidden_size, num_heads * self.head_dim, bias=bias)
+        self.k_proj = nn.Linear(hidden_size, self.num_key_value_heads * self.head_dim, bias=bias)
+        self.v_proj = nn.Linear(hidden_size, self.num_key_value_heads * self.head_dim, bias=bias)
+        self.o_proj = nn.Linear(num_heads * self.head_dim, hidden_size, bias=bias)
 
     def forward(
         self,
