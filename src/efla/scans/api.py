@@ -11,7 +11,7 @@ from efla.scans import validation
 from efla.scans.backends import choose_backend, log_choice, native
 from efla.scans.fused_ops import run_fused
 from efla.scans.keys import l2_normalize, squared_norm, widest
-from efla.scans.torch_ops import run_scan, without_autocast
+from efla.scans.torch_ops import needs_gradient, run_scan, without_autocast
 from efla.scans.types import Backend, FusedRequest, ScanRequest, compute_dtype
 
 
@@ -57,9 +57,9 @@ def linear_attention(
         validation.check_qkv(q, k, v)
         validation.check_rule_inputs(update_rule, beta, log_gate, v)
         validation.check_call(k, v, initial_state, cu_seqlens, chunk_size)
-    chosen = choose_backend(backend, k, v)
-    scale = _default_scale(scale, k)
     dtype = compute_dtype(q, k, v, initial_state)
+    chosen = choose_backend(backend, k, v, dtype)
+    scale = _default_scale(scale, k)
     if chosen.name == "native" and native.fuses(update_rule):
         fused = FusedRequest(
             q=q,
@@ -127,7 +127,7 @@ def scan(
             )
         validation.check_call(k, v, initial_state, cu_seqlens, chunk_size)
     dtype = compute_dtype(q, k, v, initial_state)
-    log_decay, erase, write = (None if x is None else x.to(dtype) for x in (log_decay, erase, write))  # type: ignore[assignment]
+    log_decay, erase, write = _convert(log_decay, erase, write, dtype)
     request = ScanRequest(
         q=q,
         k=k,
@@ -140,7 +140,7 @@ def scan(
         cu_seqlens=cu_seqlens,
         chunk_size=chunk_size,
     )
-    return _run(request, output_final_state, choose_backend(backend, k, v))
+    return _run(request, output_final_state, choose_backend(backend, k, v, dtype))
 
 
 def _step_coefficients(
@@ -150,8 +150,18 @@ def _step_coefficients(
     wide = widest(k)
     lam = squared_norm(k).repeat_interleave(v.shape[2] // k.shape[2], 2)
     beta, log_gate = (None if x is None else x.to(wide) for x in (beta, log_gate))
-    log_decay, erase, write = (x.to(k.dtype) for x in rule.coefficients(beta, lam, log_gate))
-    return (log_decay if rule.has_decay else None, erase if rule.has_erase else None, write)
+    log_decay, erase, write = rule.coefficients(beta, lam, log_gate)
+    return _convert(log_decay if rule.has_decay else None, erase if rule.has_erase else None, write, k.dtype)
+
+
+def _convert(
+    log_decay: Tensor | None, erase: Tensor | None, write: Tensor, dtype: torch.dtype
+) -> tuple[Tensor | None, Tensor | None, Tensor]:
+    """The scalars in that dtype. If erase is write, it stays so: backends have a cheaper kernel for that."""
+    converted = write.to(dtype)
+    if erase is write:
+        erase = converted
+    return (None if log_decay is None else log_decay.to(dtype), None if erase is None else erase.to(dtype), converted)
 
 
 def _default_scale(scale: float | None, k: Tensor) -> float:
@@ -159,9 +169,9 @@ def _default_scale(scale: float | None, k: Tensor) -> float:
 
 
 def _run(request: ScanRequest, output_final_state: bool, backend: Backend) -> tuple[Tensor, Tensor | None]:
-    if backend.name == "reference" and not torch.compiler.is_compiling():
+    if backend.own_autograd and not torch.compiler.is_compiling():
         with without_autocast(request.k):
-            result = backend.forward(request, save=False)
+            result = backend.forward(request, save=needs_gradient(*request.tensors()))
     else:
         result = run_scan(request, backend.name)
     return result.o, result.final_state if output_final_state else None

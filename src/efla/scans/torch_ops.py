@@ -103,7 +103,7 @@ scan_op.register_autograd(_backward, setup_context=_setup_context)
 
 def run_scan(request: ScanRequest, backend: str) -> ScanResult:
     """Run a validated request through the operator; keeps for the backward pass only what one will need."""
-    tensors = (request.q, request.k, request.v, request.log_decay, request.erase, request.write, request.initial_state)
+    tensors = request.tensors()
     save = needs_gradient(*tensors)
     return ScanResult(*scan_op(*tensors, request.cu_seqlens, request.scale, request.chunk_size, backend, save))
 

@@ -53,6 +53,10 @@ class ScanRequest(_Request):
     write: Tensor
     chunk_size: int
 
+    def tensors(self) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor, Tensor | None]:
+        """What can be differentiated: q, k, v, log_decay, erase, write, initial_state."""
+        return self.q, self.k, self.v, self.log_decay, self.erase, self.write, self.initial_state
+
 
 @dataclass(frozen=True, kw_only=True)
 class FusedRequest(_Request):
@@ -99,12 +103,14 @@ class Backend(Protocol):
     """One implementation of the recurrence; see docs/backends.md for how to add one."""
 
     name: str
+    own_autograd: bool
+    """Whether autograd may record what ``forward`` does, instead of calling ``backward``."""
 
     def unavailable(self) -> str | None:
         """Why this backend cannot run on this machine at all, or ``None``."""
 
-    def supports(self, k: Tensor, v: Tensor) -> str | None:
-        """Why this backend cannot run a call with these keys and values, or ``None``."""
+    def supports(self, k: Tensor, v: Tensor, dtype: torch.dtype) -> str | None:
+        """Why this backend cannot run a call with these keys and values, computed in ``dtype``, or ``None``."""
 
     def saved_size(self, k: Tensor, v: Tensor, chunk_size: int) -> int:
         """Elements of ``ScanResult.saved`` for an unpacked call that will be differentiated; sizes may be symbolic."""

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from efla.errors import BackendUnavailable, unknown_name
-from efla.scans.backends import chunked, native, reference
+from efla.scans.backends import chunked, fla, native, reference
 from efla.scans.types import Backend
 
 # In the order in which "auto" tries them; the oracle supports everything and is never chosen for speed.
-_BACKENDS = cast("dict[str, Backend]", {module.name: module for module in (native, chunked, reference)})
+_BACKENDS = cast("dict[str, Backend]", {module.name: module for module in (native, fla, chunked, reference)})
 
 _logger = logging.getLogger("efla")
 
@@ -30,18 +30,21 @@ def get_backend(name: str) -> Backend:
     return _BACKENDS[name]
 
 
-def choose_backend(name: str, k: Tensor, v: Tensor) -> Backend:
-    """The named backend, or for "auto" the first that supports the call. A named backend never falls back."""
+def choose_backend(name: str, k: Tensor, v: Tensor, dtype: torch.dtype) -> Backend:
+    """The named backend, or for "auto" the first that supports a call computed in ``dtype``.
+
+    A named backend never falls back.
+    """
     if name != "auto":
         backend = get_backend(name)
-        reason = backend.unavailable() or backend.supports(k, v)
+        reason = backend.unavailable() or backend.supports(k, v, dtype)
         if reason is not None:
             others = ", ".join(repr(other) for other in _BACKENDS if other != name)
             raise BackendUnavailable(f"backend {name!r} {reason}; use backend='auto' or one of {others}")
         return backend
     passed_over: list[str] = []
     for candidate, backend in _BACKENDS.items():
-        reason = backend.unavailable() or backend.supports(k, v)
+        reason = backend.unavailable() or backend.supports(k, v, dtype)
         if reason is None:
             if not torch.compiler.is_compiling():
                 log_choice(candidate, k.device.type, "; ".join(passed_over))

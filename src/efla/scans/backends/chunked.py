@@ -26,6 +26,7 @@ from efla.scans.types import ScanGradients, ScanRequest, ScanResult
 from efla.scans.varlen import ChunkGroup, ChunkPlan, sequence_borders
 
 name = "chunked"
+own_autograd = False
 
 # exp of it is zero in every precision; a log_decay of -inf is brought up to it, since -inf - -inf is no number.
 _CLOSED = -1e4
@@ -37,7 +38,7 @@ def unavailable() -> str | None:
     return None
 
 
-def supports(k: Tensor, v: Tensor) -> str | None:
+def supports(k: Tensor, v: Tensor, dtype: torch.dtype) -> str | None:
     return None
 
 

@@ -6,27 +6,21 @@ normalisation of keys themselves. Addresses and strides go over as integers: a c
 
 from __future__ import annotations
 
-import importlib
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from efla import extension
+from efla.extension import DTYPE_CODES
 from efla.rules import UpdateRule
 from efla.scans.types import FusedGradients, FusedRequest, ScanGradients, ScanRequest, ScanResult
 
-try:
-    _native: Any = importlib.import_module("efla._native")
-except ImportError as error:  # built without a compiler, or for another Python
-    _native = None
-    _import_error = str(error)
-
 name = "native"
+own_autograd = False
 
 MAX_WIDTH = 256
 _TILE = 64  # tokens between two saved states
-_DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.float64: 3}
 _RULE_CODES = {
     rule: code
     for code, rule in enumerate(
@@ -41,12 +35,10 @@ _ABSENT = (0, 0, 0, 0)
 
 
 def unavailable() -> str | None:
-    if _native is None:
-        return f"was not built ({_import_error}): install a C++20 compiler and reinstall efla"
-    return None
+    return extension.missing()
 
 
-def supports(k: Tensor, v: Tensor) -> str | None:
+def supports(k: Tensor, v: Tensor, dtype: torch.dtype) -> str | None:
     if k.device.type != "cpu":
         return f"runs on the CPU only (k is on {k.device})"
     if k.shape[3] > MAX_WIDTH or v.shape[3] > MAX_WIDTH:
@@ -174,7 +166,7 @@ def _forward(
     saved = torch.empty(_border_elements(a) if save else 0, dtype=request.compute_dtype)
     first, second, third = a.scalars
     status: int = _native.forward(
-        _DTYPE_CODES[a.k.dtype], rule, l2norm, request.scale,
+        DTYPE_CODES[a.k.dtype], rule, l2norm, request.scale,
         *_strided(a.q), *_strided(a.k), *_strided(a.v), *_strided(o),
         *_strided(first), *_strided(second), *_strided(third),
         _address(a.initial_state), final_state.data_ptr(), saved.data_ptr() if save else 0, _address(a.cu_seqlens),
@@ -201,7 +193,7 @@ def _backward(
     d_initial = None if a.initial_state is None else torch.empty_like(a.initial_state)
     first, second, third = a.scalars
     _native.backward(
-        _DTYPE_CODES[a.k.dtype], rule, l2norm, request.scale,
+        DTYPE_CODES[a.k.dtype], rule, l2norm, request.scale,
         *_strided(a.q), *_strided(a.k), *_strided(a.v), *_strided(grad_o),
         *_strided(first), *_strided(second), *_strided(third),
         _address(a.initial_state), _address(grad_final_state), _address(saved), _address(a.cu_seqlens),
@@ -246,18 +238,5 @@ def simd_level() -> str:
     return f"{_native.active_simd()} (of {', '.join(_native.simd_levels())})"
 
 
-def _share_torch_threads() -> None:
-    """Let the kernels run on the OpenMP runtime that torch has loaded: a pool of their own would fight with it."""
-    folders = [Path(torch.__file__).parent / "lib", Path(torch.__file__).parent.parent / "torch.libs"]
-    for pattern in ("libgomp*.so*", "libiomp5*", "libomp*"):
-        for folder in folders:
-            for path in sorted(folder.glob(pattern)):
-                if _native.set_parallel_runtime(str(path)):
-                    return
-    _native.set_parallel_runtime("")
-
-
-_has_eager_path = False
-if _native is not None:
-    _share_torch_threads()
-    _has_eager_path = _native.set_tensor_type(Tensor)
+_native = extension.module
+_has_eager_path = _native is not None and _native.set_tensor_type(Tensor)

@@ -14,13 +14,14 @@ from efla.scans.types import ScanGradients, ScanRequest, ScanResult
 from efla.scans.varlen import sequence_borders
 
 name = "reference"
+own_autograd = True
 
 
 def unavailable() -> str | None:
     return None
 
 
-def supports(k: Tensor, v: Tensor) -> str | None:
+def supports(k: Tensor, v: Tensor, dtype: torch.dtype) -> str | None:
     return None
 
 
