@@ -1,0 +1,241 @@
+"""Log-likelihoods of continuations: batched by length, one prefill where several continuations share their beginning.
+
+A request is a sequence of tokens of which the last ``num_scored`` are scored:
+
+    log p = sum over those t of log p(token_t | tokens before t)
+
+Requests of one group (the choices of a question) are scored from one pass over the tokens they share: the model's state
+after them is forked, one copy for each continuation. The scores are those of scoring each sequence on its own.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from efla.evaluation.states import fork
+
+MIN_SHARED = 8
+"""Fewer shared tokens than these are not worth a pass of their own."""
+
+MAX_LOGITS = 2**26
+"""Logits held at once; a vocabulary of 32,000 then takes 2,097 tokens at a time (256 MB)."""
+
+
+class Score(NamedTuple):
+    """Summed log-probability (nats) of the scored tokens, and whether each of them was the likeliest one."""
+
+    log_prob: float
+    is_greedy: bool
+
+
+@dataclass(frozen=True)
+class Request:
+    """``tokens``, of which the last ``num_scored`` are scored. Requests of one ``group`` may share a prefill."""
+
+    tokens: Sequence[int]
+    num_scored: int
+    group: Hashable = None
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.num_scored < len(self.tokens):
+            raise ValueError(
+                f"a request scores at least one token after at least one token of context, got {self.num_scored} scored of "
+                f"{len(self.tokens)}; put the model's bos before a text without context"
+            )
+
+
+@torch.no_grad()
+def score(
+    model: Any,
+    requests: Sequence[Request],
+    *,
+    share: bool = True,
+    batch_tokens: int = 4096,
+    done: Callable[[list[tuple[int, Score]]], None] | None = None,
+) -> list[Score]:
+    """The score of every request, in their order.
+
+    share: score the requests of a group from one pass over what they share.
+    batch_tokens: tokens in one forward pass, padding included; a longer sequence runs alone.
+    done: called after each pass with (index, score) of the requests it finished.
+    """
+    if batch_tokens < 1:
+        raise ValueError(f"batch_tokens must be at least 1, got {batch_tokens}")
+    scores: list[Score | None] = [None] * len(requests)
+    runner = _Runner(model)
+    families, singles = _families(requests, share and runner.can_share)
+    passes: Iterator[list[tuple[int, Score]]]
+    for passes in (
+        _score_families(runner, requests, families, batch_tokens),
+        _score_singles(runner, requests, singles, batch_tokens),
+    ):
+        for finished in passes:
+            for index, value in finished:
+                scores[index] = value
+            if done is not None:
+                done(finished)
+    return [value for value in scores if value is not None]
+
+
+class _Family(NamedTuple):
+    """Requests, by index, whose sequences all start with the same ``shared`` tokens."""
+
+    members: list[int]
+    shared: int
+
+
+class _Runner:
+    """A model's forward pass, with the arguments that it takes."""
+
+    def __init__(self, model: Any) -> None:
+        self.model = model
+        self.device = next(model.parameters()).device
+        accepted = inspect.signature(model.forward).parameters
+        self.keeps = "logits_to_keep" in accepted
+        self.takes_positions = "position_ids" in accepted and getattr(model.config, "model_type", "") != "efla"
+        self.can_share = "past_key_values" in accepted and "attention_mask" in accepted
+        self.max_rows_of_logits = max(1, MAX_LOGITS // int(model.config.get_text_config().vocab_size))
+
+    def logits(self, tokens: Tensor, keep: int) -> Tensor:
+        """Logits [B, keep, V] after the last ``keep`` tokens of [B, T], from an empty state."""
+        extra = {"logits_to_keep": keep} if self.keeps else {}
+        return self.model(input_ids=tokens, use_cache=False, **extra).logits[:, -keep:]
+
+    def prefill(self, tokens: Tensor, mask: Tensor | None) -> tuple[Tensor, Any]:
+        """Logits [B, V] after the last token of [B, T], padded on the left, and the state there."""
+        extra: dict[str, Any] = {"logits_to_keep": 1} if self.keeps else {}
+        if mask is not None:
+            extra["attention_mask"] = mask
+            if self.takes_positions:
+                extra["position_ids"] = (mask.cumsum(-1) - 1).clamp(min=0)
+        out = self.model(input_ids=tokens, use_cache=True, **extra)
+        return out.logits[:, -1], out.past_key_values
+
+    def continuation(self, tokens: Tensor, cache: Any, mask: Tensor | None) -> Tensor:
+        """Logits [B, T, V] of tokens that follow a state; ``mask`` [B, past + T] is zero at the past's padding."""
+        extra: dict[str, Any] = {}
+        if mask is not None:
+            extra["attention_mask"] = mask
+            if self.takes_positions:
+                extra["position_ids"] = (mask.cumsum(-1) - 1).clamp(min=0)[:, -tokens.shape[1] :]
+        return self.model(input_ids=tokens, past_key_values=cache, use_cache=True, **extra).logits
+
+
+def _families(requests: Sequence[Request], share: bool) -> tuple[list[_Family], list[int]]:
+    """Groups that share at least MIN_SHARED tokens before anything is scored, and the requests that do not."""
+    groups: dict[Hashable, list[int]] = {}
+    singles = []
+    for index, request in enumerate(requests):
+        if share and request.group is not None:
+            groups.setdefault(request.group, []).append(index)
+        else:
+            singles.append(index)
+    families = []
+    for members in groups.values():
+        shared = shared_length([requests[i] for i in members])
+        if len(members) > 1 and shared >= MIN_SHARED:
+            families.append(_Family(members, shared))
+        else:
+            singles += members
+    return families, singles
+
+
+def shared_length(requests: Sequence[Request]) -> int:
+    """How many first tokens all sequences share, none of them scored."""
+    limit = min(len(r.tokens) - r.num_scored for r in requests)
+    first = requests[0].tokens[:limit]
+    for request in requests[1:]:
+        if request.tokens[:limit] != first:
+            limit = next(i for i, (a, b) in enumerate(zip(request.tokens, first, strict=False)) if a != b)
+            first = first[:limit]
+    return limit
+
+
+def _score_singles(
+    runner: _Runner, requests: Sequence[Request], singles: list[int], batch_tokens: int
+) -> Iterator[list[tuple[int, Score]]]:
+    """Each sequence on its own, padded on the right, where padding changes nothing."""
+    order = sorted(singles, key=lambda i: -len(requests[i].tokens))
+    at = 0
+    while at < len(order):
+        length = len(requests[order[at]].tokens) - 1
+        rows = max(1, batch_tokens // length)
+        batch = [requests[i] for i in order[at : at + rows]]
+        keep = max(length - (len(r.tokens) - 1 - r.num_scored) for r in batch)
+        fitting = max(1, runner.max_rows_of_logits // keep)
+        batch = batch[:fitting]
+        keep = max(length - (len(r.tokens) - 1 - r.num_scored) for r in batch)
+        logits = runner.logits(_padded([r.tokens[:-1] for r in batch], runner.device), keep)
+        found = []
+        for row, request in enumerate(batch):
+            end = len(request.tokens) - 1 - (length - keep)  # in the kept logits
+            found.append((order[at + row], _score_row(logits[row, end - request.num_scored : end], request)))
+        yield found
+        at += len(batch)
+
+
+def _score_families(
+    runner: _Runner, requests: Sequence[Request], families: list[_Family], batch_tokens: int
+) -> Iterator[list[tuple[int, Score]]]:
+    """One pass over what each family shares, then one over all their continuations from forked states."""
+    order = sorted(families, key=lambda family: -family.shared)
+    at = 0
+    while at < len(order):
+        length = order[at].shared
+        batch = order[at : at + max(1, batch_tokens // length)]
+        at += len(batch)
+        tokens = _padded([requests[f.members[0]].tokens[: f.shared] for f in batch], runner.device, left=True)
+        lengths = torch.tensor([f.shared for f in batch], device=runner.device)
+        mask = (torch.arange(length, device=runner.device) >= length - lengths[:, None]).long()
+        is_padded = bool((lengths < length).any())
+        first, cache = runner.prefill(tokens, mask if is_padded else None)
+        found = []
+        rests = []  # (row of the prefill, index, tokens after the shared ones)
+        for row, family in enumerate(batch):
+            for index in family.members:
+                rest = list(requests[index].tokens[family.shared :])
+                if len(rest) == 1:
+                    found.append((index, _score_row(first[row : row + 1], requests[index])))
+                else:
+                    rests.append((row, index, rest))
+        if found:
+            yield found
+        rests.sort(key=lambda item: -len(item[2]))
+        while rests:
+            width = len(rests[0][2]) - 1
+            rows = max(1, min(batch_tokens, runner.max_rows_of_logits) // width)
+            piece, rests = rests[:rows], rests[rows:]
+            of_row = torch.tensor([row for row, _, _ in piece], device=runner.device)
+            inputs = _padded([rest[:-1] for _, _, rest in piece], runner.device)
+            past = mask[of_row] if is_padded else None
+            joined = None if past is None else torch.cat([past, torch.ones_like(inputs)], dim=1)
+            later = runner.continuation(inputs, fork(cache, of_row), joined)
+            found = []
+            for k, (row, i, rest) in enumerate(piece):
+                logits = torch.cat([first[row : row + 1], later[k, : len(rest) - 1]])[-requests[i].num_scored :]
+                found.append((i, _score_row(logits, requests[i])))
+            yield found
+
+
+def _score_row(logits: Tensor, request: Request) -> Score:
+    """logits [num_scored, V] of the scored tokens of one request."""
+    target = torch.tensor(request.tokens[-request.num_scored :], device=logits.device)
+    log_probs = torch.log_softmax(logits.float() if logits.dtype in _HALF else logits, dim=-1)
+    picked = log_probs.gather(-1, target[:, None])
+    return Score(float(picked.sum()), bool((logits.argmax(-1) == target).all()))
+
+
+_HALF = (torch.float16, torch.bfloat16)
+
+
+def _padded(rows: Sequence[Sequence[int]], device: torch.device, left: bool = False) -> Tensor:
+    """Rows of tokens [B, T], filled up with token 0."""
+    length = max(map(len, rows))
+    filled = [[*[0] * (length - len(row)), *row] if left else [*row, *[0] * (length - len(row))] for row in rows]
+    return torch.tensor(filled, dtype=torch.long, device=device)

@@ -1,0 +1,36 @@
+"""Copies of a model's state (transformers' cache), and whether it has one of constant size."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+from torch import Tensor
+
+
+def fork(cache: Any, index: Tensor) -> Any:
+    """A new cache whose sequence i is sequence ``index[i]`` of the given one, which stays as it is.
+
+    Memories of recurrent layers are copied, as are the keys and values of softmax layers.
+    """
+    forked = copy.copy(cache)
+    forked.layers = []
+    for layer in cache.layers:
+        twin = copy.copy(layer)
+        for name, value in vars(layer).items():
+            if isinstance(value, dict):
+                setattr(twin, name, dict(value))
+        forked.layers.append(twin)
+    forked.reorder_cache(index)  # selects into new tensors
+    return forked
+
+
+def why_not_recurrent(model: Any) -> str | None:
+    """Why a state cannot be carried over windows at constant cost and without end, or ``None`` if it can."""
+    config = model.config.get_text_config()
+    kinds = getattr(config, "layer_types", None)
+    if kinds and all(kind == "linear_attention" for kind in kinds):
+        return None
+    if kinds and "linear_attention" in kinds:
+        return "some of its layers are softmax attention, whose positions end where training ended"
+    return "it is softmax attention, whose positions end where training ended"

@@ -1,0 +1,234 @@
+"""Our scorers: against scoring every sequence alone in float64, and against closed forms."""
+
+from __future__ import annotations
+
+import math
+import random
+
+import pytest
+import torch
+
+from efla.evaluation import (
+    ByteTokenizer,
+    Request,
+    Scorer,
+    bits_by_position,
+    carried_log_likelihoods,
+    doubling_buckets,
+    even_buckets,
+    lambada,
+    multiple_choice,
+    rolling_log_likelihoods,
+    score,
+    score_pairs,
+    stream_bits,
+    wikitext,
+)
+from efla.evaluation.likelihood import shared_length
+from efla.evaluation.perplexity import rolling_windows
+from efla.evaluation.scorer import encode_pair
+from tests.evaluation.models import FAMILIES, TEXT, UniformLM, llama, trained
+
+MODELS = [*FAMILIES, "llama"]
+
+
+def model_of(name: str) -> torch.nn.Module:
+    return llama() if name == "llama" else trained(name)
+
+
+def random_requests(seed: int = 0) -> list[Request]:
+    """Questions of 1 to 4 choices with contexts and continuations of every awkward length, some differing in the context."""
+    draw = random.Random(seed)
+    text = list(TEXT.encode())
+
+    def piece(length: int) -> list[int]:
+        start = draw.randrange(len(text) - length)
+        return text[start : start + length]
+
+    requests = []
+    for group, context in enumerate((1, 2, 7, 8, 9, 20, 33, 63, 64, 65, 100)):
+        shared = [0, *piece(context)]
+        for _ in range(draw.choice((1, 2, 3, 4))):
+            own = piece(draw.choice((0, 0, 5)))  # as in WinoGrande: the context differs too
+            scored = piece(draw.choice((1, 2, 17, 40)))
+            requests.append(Request([*shared, *own, *scored], len(scored), group))
+    return requests
+
+
+def alone(model: torch.nn.Module, request: Request) -> tuple[float, bool]:
+    """The definition: one forward pass over one sequence, in float64."""
+    with torch.no_grad():
+        logits = model.double()(torch.tensor([list(request.tokens[:-1])]), use_cache=False).logits[0]
+    target = torch.tensor(list(request.tokens[-request.num_scored :]))
+    picked = torch.log_softmax(logits[-request.num_scored :], -1).gather(-1, target[:, None])
+    return float(picked.sum()), bool((logits[-request.num_scored :].argmax(-1) == target).all())
+
+
+@pytest.mark.parametrize("share", [False, True], ids=["plain", "shared"])
+@pytest.mark.parametrize("name", MODELS)
+def test_scores_equal_one_sequence_at_a_time(name, share):
+    model = model_of(name)
+    requests = random_requests()
+    try:
+        expected = [alone(model, request) for request in requests]
+        in_double = score(model, requests, share=share, batch_tokens=300)
+        model.float()
+        in_single = score(model, requests, share=share, batch_tokens=300)
+    finally:
+        model.float()
+    for (log_prob, is_greedy), double, single in zip(expected, in_double, in_single, strict=True):
+        assert double.log_prob == pytest.approx(log_prob, abs=1e-10)
+        assert double.is_greedy == is_greedy
+        assert single.log_prob == pytest.approx(log_prob, abs=1e-4)
+
+
+@pytest.mark.parametrize("batch_tokens", [1, 50, 100_000])
+def test_scores_do_not_depend_on_the_batch(batch_tokens):
+    requests = random_requests(seed=3)
+    expected = score(trained("efla"), requests, share=False, batch_tokens=1)
+    found = score(trained("efla"), requests, batch_tokens=batch_tokens)
+    assert [s.log_prob for s in found] == pytest.approx([s.log_prob for s in expected], abs=1e-4)
+
+
+def test_the_shared_pass_reads_the_context_once():
+    model = trained("efla")
+    read: list[int] = []
+    handle = model.model.embed_tokens.register_forward_pre_hook(lambda _, args: read.append(args[0].numel()))
+    context = [0, *TEXT.encode()[:60]]
+    requests = [Request([*context, *TEXT.encode()[i : i + 11]], 11, "q") for i in range(4)]
+    try:
+        score(model, requests)
+        shared, read[:] = sum(read), []
+        score(model, requests, share=False)
+    finally:
+        handle.remove()
+    assert shared == len(context) + 4 * 10
+    assert sum(read) == 4 * (len(context) + 10)
+
+
+def test_a_memory_is_forked_not_shared_between_choices():
+    """Scoring a choice must not leave its trace in the state that the next choice starts from."""
+    model = trained("gated_efla")
+    context = [0, *TEXT.encode()[:40]]
+    one = Request([*context, *b"roof. He"], 8, 0)
+    other = Request([*context, *b"xyzzy42!"], 8, 0)
+    both = score(model, [one, other], batch_tokens=8)  # one continuation at a time
+    assert both[0].log_prob == pytest.approx(score(model, [one])[0].log_prob, abs=1e-4)
+    assert both[1].log_prob == pytest.approx(score(model, [other])[0].log_prob, abs=1e-4)
+
+
+def test_shared_length_stops_before_the_first_scored_token():
+    assert shared_length([Request([1, 2, 3, 4], 2), Request([1, 2, 3, 5], 1)]) == 2
+    assert shared_length([Request([1, 2, 3, 4, 5], 1), Request([1, 2, 9, 4, 5], 1)]) == 2
+    with pytest.raises(ValueError, match="at least one token of context"):
+        Request([1, 2], 2)
+
+
+def test_the_uniform_model_gives_the_closed_forms():
+    """Spec lm.md 7.5: LAMBADA perplexity exp(mean bytes of " word" ln 256), and acc picks the shortest choice."""
+    scorer = Scorer(UniformLM(), ByteTokenizer(), max_length=256)
+    passages = [{"text": "one two three"}, {"text": "a b café"}]
+    found = lambada(scorer, passages)
+    assert found.perplexity == pytest.approx(math.exp((6 + 6) / 2 * math.log(256)), rel=1e-5)
+    assert found.bits_per_byte == pytest.approx(8.0)
+    assert found.accuracy == 0.0
+
+    records = [
+        {"goal": "g", "sol1": "a longer one", "sol2": "short", "label": 1},
+        {"goal": "g", "sol1": "a longer one", "sol2": "short", "label": 0},
+    ]
+    chosen = multiple_choice(scorer, "piqa", records)
+    assert chosen.acc == 0.5
+    # Per character the space before it weighs less on the longer choice: 13/12 against 6/5.
+    assert chosen.acc_norm == 0.5
+    assert chosen.scores[0][0].log_prob == pytest.approx(-13 * math.log(256), rel=1e-6)
+
+    page = " = Title = \n \n Some words , here . \n"
+    text = " = Title =\n\nSome words, here.\n"
+    perplexity = wikitext(scorer, [{"page": page}])
+    words = 10  # the empty pieces before the first space and after the last newline count
+    assert perplexity.words == [words]
+    assert perplexity.log_probs == [pytest.approx(-len(text) * math.log(256), rel=1e-6)]
+    assert perplexity.word_perplexity == pytest.approx(math.exp(len(text) * math.log(256) / words), rel=1e-5)
+    assert perplexity.bits_per_byte == pytest.approx(8 * len(text) / len(page), rel=1e-6)
+
+    assert stream_bits(UniformLM(), list(TEXT.encode()), 100).bits_per_token == pytest.approx(8.0)
+
+
+def test_pairs_are_encoded_as_the_harness_does():
+    tokenizer = ByteTokenizer()
+    assert encode_pair(tokenizer, 0, "ab", " c") == ([0, 97, 98, 32, 99], 2)
+    assert encode_pair(tokenizer, 0, "ab  ", "c") == ([0, 97, 98, 32, 32, 99], 3)
+    assert encode_pair(tokenizer, 0, "", "c") == ([0, 99], 1)
+
+
+def test_long_contexts_are_cut_on_the_left():
+    scorer = Scorer(trained("efla"), ByteTokenizer(), max_length=20)
+    long = score_pairs(scorer, [("x" * 50 + "A man is sitting", " on")])
+    short = score(scorer.model, [Request(list(b"xxA man is sitting on"), 3)])
+    assert long[0].log_prob == pytest.approx(short[0].log_prob, abs=1e-5)
+    with pytest.raises(ValueError, match="1 to 20 tokens"):
+        score_pairs(scorer, [("a", "b" * 21)])
+
+
+def test_rolling_windows_score_every_token_once():
+    tokens = list(range(100, 110))
+    windows = list(rolling_windows(tokens, 7, 4))
+    assert [(list(w.tokens), w.num_scored) for w in windows] == [
+        ([7, 100, 101, 102, 103], 4),
+        ([103, 104, 105, 106, 107], 4),
+        ([105, 106, 107, 108, 109], 2),
+    ]
+    assert list(rolling_windows([], 7, 4)) == []
+
+
+@pytest.mark.parametrize("name", ["efla", "gated_delta", "mamba2"])
+def test_a_carried_state_sees_the_whole_text(name):
+    model = trained(name)
+    texts = [list(TEXT.encode()[: 40 + 37 * i]) for i in range(4)]
+    whole = [score(model, [Request([0, *text], len(text))])[0].log_prob for text in texts]
+    for length in (16, 33, 1000):
+        found = carried_log_likelihoods(model, texts, prefix_token=0, max_length=length, batch_tokens=2 * length)
+        assert found == pytest.approx(whole, abs=2e-4)
+    rolling = rolling_log_likelihoods(model, texts, prefix_token=0, max_length=16)
+    assert max(abs(a - b) for a, b in zip(rolling, whole, strict=True)) > 0.1  # windows forget, as they must
+
+
+def test_a_softmax_model_cannot_carry_its_state():
+    for model in (trained("softmax"), trained("hybrid"), llama()):
+        with pytest.raises(ValueError, match="cannot be carried"):
+            carried_log_likelihoods(model, [[1, 2, 3]], prefix_token=0, max_length=8)
+
+
+@pytest.mark.parametrize("name", ["efla", "softmax"])
+def test_bits_by_position_are_the_mean_of_the_tokens_there(name):
+    model = trained(name)
+    rows = [list(TEXT.encode()[i : i + 131]) for i in (0, 50, 100)]
+    buckets = [(1, 1), (2, 64), (65, 130)]
+    curve = bits_by_position(model, rows, buckets, window=48, batch_rows=2)
+    with torch.no_grad():
+        log_probs = torch.log_softmax(model(torch.tensor(rows)[:, :-1]).logits, -1)
+    picked = log_probs.gather(-1, torch.tensor(rows)[:, 1:, None])[..., 0]
+    for j, (first, last) in enumerate(buckets):
+        expected = -float(picked[:, first - 1 : last].mean()) / math.log(2)
+        assert curve.bits[j] == pytest.approx(expected, abs=1e-4)
+    assert curve.num_rows == 3
+    with pytest.raises(ValueError, match="equally long"):
+        bits_by_position(model, rows, [(1, 131)])
+
+
+def test_buckets_cover_every_position_once():
+    for buckets in (even_buckets(200), doubling_buckets(1000), doubling_buckets(64), doubling_buckets(40)):
+        covered = [p for first, last in buckets for p in range(first, last + 1)]
+        assert covered == list(range(1, covered[-1] + 1))
+    assert doubling_buckets(300) == [(1, 64), (65, 128), (129, 256), (257, 300)]
+
+
+def test_stream_bits_reset_the_state_for_each_row():
+    model = trained("efla")
+    tokens = list(TEXT.encode()[:101])
+    rows = [tokens[:50], tokens[50:100]]
+    total = sum(score(model, [Request(row, len(row) - 1)])[0].log_prob for row in rows)
+    found = stream_bits(model, tokens, 50)  # the last row has one token: nothing to score
+    assert found.num_scored == 98
+    assert found.bits_per_token == pytest.approx(-total / 98 / math.log(2), rel=1e-5)
