@@ -18,7 +18,7 @@ from efla.errors import unknown_name
 from efla.layers.gate import GATES, draw_dt_bias, draw_log_rate, mamba_log_gate
 from efla.layers.norm import RMSNorm
 from efla.layers.short_conv import ShortConvolution
-from efla.layers.state import MixerState
+from efla.layers.state import MixerState, SequenceNeighbours
 from efla.scans.keys import l2_normalize
 
 
@@ -78,6 +78,7 @@ class LinearAttention(nn.Module):
         self.allow_neg_eigval = allow_neg_eigval
         self.backend = backend
         self.chunk_size = chunk_size
+        self.sequence: SequenceNeighbours | None = None
         key_size = self.num_key_heads * head_dim
         value_size = num_heads * self.value_head_dim
 
@@ -138,7 +139,8 @@ class LinearAttention(nn.Module):
             q = l2_normalize(q.to(torch.promote_types(q.dtype, torch.float32))).to(v.dtype)
         if self.key_norm and not self.query_norm:
             k = l2_normalize(k.to(torch.promote_types(k.dtype, torch.float32))).to(v.dtype)
-        o, memory = scans.linear_attention(
+        attend = self.sequence.attend if self.sequence and self.sequence.active else scans.linear_attention
+        o, memory = attend(
             q,
             k,
             v,

@@ -15,7 +15,7 @@ import efla.scans.api as scans
 from efla.layers.gate import draw_dt_bias, draw_log_rate
 from efla.layers.norm import RMSNorm
 from efla.layers.short_conv import ShortConvolution
-from efla.layers.state import MixerState
+from efla.layers.state import MixerState, SequenceNeighbours
 
 
 class Mamba2(nn.Module):
@@ -57,6 +57,7 @@ class Mamba2(nn.Module):
         self.num_blocks = num_blocks
         self.backend = backend
         self.chunk_size = chunk_size
+        self.sequence: SequenceNeighbours | None = None
         self.group_width = num_groups * state_size
         self.in_proj = nn.Linear(hidden_size, 2 * self.inner_size + 2 * self.group_width + self.num_heads, bias=False)
         self.conv = ShortConvolution(self.inner_size + 2 * self.group_width, conv_size, bias=True)
@@ -110,7 +111,8 @@ class Mamba2(nn.Module):
             dt = dt.masked_fill(~mask.bool()[..., None], 0)  # neither decay nor write
         leading = x.shape[:2]
         value = value.reshape(*leading, self.num_heads, self.head_dim)
-        y, memory = scans.linear_attention(
+        attend = self.sequence.attend if self.sequence and self.sequence.active else scans.linear_attention
+        y, memory = attend(
             c.reshape(*leading, self.num_groups, self.state_size),
             b.reshape(*leading, self.num_groups, self.state_size),
             value,

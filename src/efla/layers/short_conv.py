@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from efla.errors import unknown_name
+from efla.layers.state import SequenceNeighbours
 
 # Below this many tokens the sum of W shifted products beats torch's convolution, whose set-up dominates.
 _FEW_TOKENS = 8
@@ -37,6 +38,7 @@ class ShortConvolution(nn.Module):
         self.num_channels = num_channels
         self.kernel_size = kernel_size
         self.activation = activation
+        self.sequence: SequenceNeighbours | None = None
         self.weight = nn.Parameter(torch.empty(num_channels, 1, kernel_size))
         self.bias = nn.Parameter(torch.zeros(num_channels)) if bias else None
         self.reset_parameters()
@@ -63,6 +65,10 @@ class ShortConvolution(nn.Module):
         cu_seqlens: Tensor | None = None,
         output_state: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
+        if self.sequence is not None and self.sequence.active:
+            if state is not None or output_state or mask is not None or cu_seqlens is not None:
+                raise ValueError("a sequence split over ranks takes no state, no padding and no packing (cu_seqlens)")
+            state = self.sequence.halo(x, self.kernel_size - 1)
         if cu_seqlens is not None:
             if state is not None or output_state or mask is not None:
                 raise ValueError("packed sequences (cu_seqlens) take neither a state nor a padding mask; pad or pack")

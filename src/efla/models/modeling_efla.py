@@ -274,9 +274,12 @@ class EflaForCausalLM(EflaPreTrainedModel, GenerationMixin):
         logits_to_keep: int | Tensor = 0,
         skip_logits: bool | None = None,
         num_items_in_batch: int | Tensor | None = None,
+        shift_labels: Tensor | None = None,
         **kwargs: Any,
     ) -> CausalLMOutputWithPast:
         """Predict the next token. labels: [B, T], shifted here; -100 is not predicted.
+
+        shift_labels: [B, T], already shifted, in place of labels: what each token is to be followed by.
 
         skip_logits: with labels, compute the loss chunk by chunk and return ``logits=None``; default while training.
             A vocabulary of 32,000 then costs loss_chunk_size * 32,000 numbers, not B * T * 32,000.
@@ -301,15 +304,19 @@ class EflaForCausalLM(EflaPreTrainedModel, GenerationMixin):
         )
         hidden = outputs.last_hidden_state
         loss = logits = None
-        if labels is not None:
+        if labels is not None and shift_labels is not None:
+            raise ValueError("pass labels or shift_labels, not both")
+        targets = labels if shift_labels is None else shift_labels
+        if targets is not None:
             loss = next_token_loss(
                 hidden,
                 self.lm_head.weight,
-                labels,
+                targets,
                 chunk_size=self.config.loss_chunk_size,
                 num_items=num_items_in_batch,
+                shift=shift_labels is None,
             )
-        if labels is None or not (self.training if skip_logits is None else skip_logits):
+        if targets is None or not (self.training if skip_logits is None else skip_logits):
             keep = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
             logits = self.lm_head(hidden[:, keep])
         return CausalLMOutputWithPast(

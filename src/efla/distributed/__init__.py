@@ -1,0 +1,1 @@
+"""One long sequence over many ranks."""

@@ -1,0 +1,220 @@
+"""The only file that knows the distributed engine: PyTorch's process groups, DDP, FSDP2 and meshes.
+
+One process without torchrun; under torchrun one per device, over gloo on CPUs and NCCL on GPUs.
+"""
+
+from __future__ import annotations
+
+import datetime
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any, Literal, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from efla.distributed.sequence import SequenceGroup, split_sequence
+
+Strategy = Literal["auto", "single", "ddp", "fsdp", "hsdp"]
+STRATEGIES: tuple[Strategy, ...] = ("auto", "single", "ddp", "fsdp", "hsdp")
+
+
+@dataclass(frozen=True)
+class Engine:
+    """This process's place among the ranks, and what ranks do together.
+
+    world ranks hold ``data_world`` different batches; each batch's rows are split over ``sequence_world`` ranks.
+    """
+
+    device: torch.device
+    strategy: Strategy = "single"
+    rank: int = 0
+    world: int = 1
+    mesh: DeviceMesh | None = None
+    sequence: SequenceGroup | None = None
+    owns_group: bool = False
+
+    @classmethod
+    def alone(cls, device: str | torch.device = "cpu") -> Engine:
+        """One process, no process group."""
+        return cls(torch.device(device))
+
+    @classmethod
+    def start(
+        cls,
+        *,
+        strategy: Strategy = "auto",
+        device: str = "auto",
+        shard_size: int | None = None,
+        sequence_parallel: int = 1,
+        timeout_minutes: float = 30,
+    ) -> Engine:
+        """Join the process group that torchrun describes in the environment, if there is one.
+
+        strategy: auto is ddp under torchrun. shard_size: for hsdp, ranks that share one copy of the weights.
+        sequence_parallel: ranks over which each row is split.
+        """
+        world = int(os.environ.get("WORLD_SIZE", "1"))
+        check_layout(strategy, world, shard_size, sequence_parallel)
+        chosen = _device(device)
+        if world == 1 and strategy in ("auto", "single"):
+            return cls.alone(chosen)
+        owns_group = not dist.is_initialized()
+        if owns_group:
+            if chosen.type == "cuda":
+                torch.cuda.set_device(chosen)
+            if "MASTER_ADDR" not in os.environ:  # one rank, started without torchrun
+                store = torch._C._distributed_c10d.HashStore()
+                dist.init_process_group(_backend(chosen), store=store, rank=0, world_size=1)
+            else:
+                timeout = datetime.timedelta(minutes=timeout_minutes)
+                dist.init_process_group(_backend(chosen), timeout=timeout)
+        rank = dist.get_rank()
+        resolved: Strategy = "ddp" if strategy == "auto" else strategy
+        mesh = None
+        if resolved == "fsdp":
+            mesh = init_device_mesh(chosen.type, (world,), mesh_dim_names=("shard",))
+        elif resolved == "hsdp":
+            size = cast(int, shard_size)
+            mesh = init_device_mesh(chosen.type, (world // size, size), mesh_dim_names=("replicate", "shard"))
+        sequence = SequenceGroup.create(sequence_parallel) if sequence_parallel > 1 else None
+        return cls(chosen, resolved, rank, world, mesh, sequence, owns_group)
+
+    @property
+    def sequence_world(self) -> int:
+        return 1 if self.sequence is None else self.sequence.size
+
+    @property
+    def data_rank(self) -> int:
+        return self.rank // self.sequence_world
+
+    @property
+    def data_world(self) -> int:
+        return self.world // self.sequence_world
+
+    @property
+    def is_main(self) -> bool:
+        return self.rank == 0
+
+    @property
+    def is_distributed(self) -> bool:
+        return dist.is_available() and dist.is_initialized() and self.strategy != "single"
+
+    def wrap(self, model: nn.Module, *, compile_blocks: bool = False) -> nn.Module:
+        """The model as the ranks train it: on its device, split over the sequence, compiled, replicated or sharded."""
+        blocks = list(cast(Any, model).model.layers)
+        if self.sequence is not None:
+            split_sequence(model, self.sequence)
+        if self.strategy in ("single", "ddp"):
+            model.to(self.device)
+        if compile_blocks:
+            for block in blocks:
+                block.compile()
+        if self.strategy == "ddp":
+            devices = [self.device.index] if self.device.type == "cuda" else None
+            return DistributedDataParallel(model, device_ids=devices, gradient_as_bucket_view=True)
+        if self.mesh is not None:
+            for block in blocks:
+                fully_shard(block, mesh=self.mesh)
+            fully_shard(model, mesh=self.mesh)
+        return model
+
+    def accumulating(self, model: nn.Module, *, is_last: bool) -> AbstractContextManager[Any]:
+        """Gradients are exchanged in the last micro-batch only."""
+        if isinstance(model, DistributedDataParallel):
+            return nullcontext() if is_last else model.no_sync()
+        if isinstance(model, FSDPModule):
+            model.set_requires_gradient_sync(is_last)
+        return nullcontext()
+
+    def autocast(self, precision: str) -> AbstractContextManager[Any]:
+        """bfloat16 linear maps; weights, norms' statistics, scan coefficients and states stay in float32."""
+        return torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=precision == "bfloat16")
+
+    def sum(self, values: Sequence[float]) -> list[float]:
+        """Each value summed over all ranks, in float64."""
+        if not self.is_distributed:
+            return list(values)
+        kind = torch.float32 if self.device.type == "mps" else torch.float64
+        tensor = torch.tensor(values, dtype=kind, device=self.device)
+        dist.all_reduce(tensor)
+        return cast("list[float]", tensor.tolist())
+
+    def count(self, number: int) -> int:
+        """A count per batch summed over the ranks that hold different batches."""
+        if self.data_world == 1:
+            return number
+        return round(self.sum([float(number)])[0] / self.sequence_world)
+
+    def sequence_part(self, rows: Tensor) -> Tensor:
+        """This rank's part [B, T / ranks] of rows [B, T]."""
+        return rows if self.sequence is None else self.sequence.part(rows)
+
+    def barrier(self) -> None:
+        if self.is_distributed:
+            dist.barrier()
+
+    def from_main(self, value: Any) -> Any:
+        """The main rank's value, on every rank."""
+        if not self.is_distributed:
+            return value
+        box = [value]
+        dist.broadcast_object_list(box, src=0, device=torch.device("cpu"))
+        return box[0]
+
+    def close(self) -> None:
+        """Leave the process group if this engine joined it."""
+        if self.owns_group and dist.is_initialized():
+            dist.destroy_process_group()
+
+    @contextmanager
+    def whole_sequences(self) -> Iterator[None]:
+        """Rows are not split inside: for generating, where every rank does the same."""
+        if self.sequence is None:
+            yield
+            return
+        with self.sequence.paused():
+            yield
+
+
+def unwrap(model: nn.Module) -> nn.Module:
+    """The model under DDP's wrapper; FSDP2 leaves it as it is."""
+    return cast(nn.Module, model.module) if isinstance(model, DistributedDataParallel) else model
+
+
+def check_layout(strategy: str, world: int, shard_size: int | None, sequence_parallel: int) -> None:
+    """Refuse a layout that does not fit the number of ranks."""
+    if strategy not in STRATEGIES:
+        raise ValueError(f"strategy must be one of {', '.join(STRATEGIES)}, got {strategy!r}")
+    if strategy == "single" and world > 1:
+        raise ValueError(f"strategy 'single' is one process, torchrun started {world}; use ddp, fsdp or hsdp")
+    if strategy == "hsdp" and (shard_size is None or world % shard_size):
+        raise ValueError(
+            f"hsdp needs --shard-size, the ranks that share one copy of the weights, as a divisor of the {world} ranks; "
+            f"got {shard_size}"
+        )
+    if sequence_parallel < 1 or world % sequence_parallel:
+        raise ValueError(
+            f"--sequence-parallel must divide the {world} ranks (torchrun's nodes times processes), got {sequence_parallel}"
+        )
+
+
+def _device(name: str) -> torch.device:
+    local = int(os.environ.get("LOCAL_RANK", "0"))
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    if name == "cuda":
+        if not torch.cuda.is_available():
+            raise ValueError("--device cuda, but torch finds no CUDA device here; use --device cpu")
+        return torch.device("cuda", local % torch.cuda.device_count())
+    return torch.device(name)
+
+
+def _backend(device: torch.device) -> str:
+    return "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"

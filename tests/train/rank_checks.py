@@ -1,0 +1,77 @@
+"""What runs in each rank: ``rank_checks.py CHECK RESULT_FILE ARGUMENTS``."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import torch
+
+from efla import EflaConfig, EflaForCausalLM
+from efla.train.engine import Engine
+from efla.train.step import num_labels, row_loss
+
+MIXERS = {
+    "efla": {"rule": "efla"},
+    "delta": {"rule": "delta"},
+    "gated_efla": {"rule": "gated_efla", "value_head_dim": 24},
+    "gated_delta-grouped": {"rule": "gated_delta", "num_key_heads": 1},
+    "linear": {"rule": "linear"},
+    "mamba2": {"mixers": ["mamba2"], "intermediate_size": 0},
+    "no-convolution": {"rule": "efla", "conv_size": 0},
+}
+
+
+def tiny(**fields):
+    torch.manual_seed(0)
+    sizes = {
+        "vocab_size": 61,
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "num_heads": 2,
+        "mamba_head_dim": 16,
+        "mamba_state_size": 8,
+        "intermediate_size": 48,
+        "bos_token_id": 0,
+        "eos_token_id": None,
+        "pad_token_id": 0,
+    }
+    model = EflaForCausalLM(EflaConfig(**{**sizes, **fields}))
+    with torch.no_grad():
+        for p in model.parameters():
+            if p.dim() == 2:
+                p.mul_(5)  # a memory that matters
+    return model
+
+
+def sequence_parallel(dtype: str, length: int, size: int):
+    """Loss and gradients of rows split over the ranks, against the same rows on one rank."""
+    engine = Engine.start(sequence_parallel=size)
+    rows = torch.randint(1, 61, (2, length), generator=torch.Generator().manual_seed(1))
+    results = {}
+    for name, fields in MIXERS.items():
+        for checkpointing in (False, True) if name == "efla" else (False,):
+            whole, split = (tiny(**fields).to(getattr(torch, dtype)).train() for _ in range(2))
+            loss = row_loss(whole, rows, num_labels(rows, None))
+            loss.backward()
+            if checkpointing:
+                split.gradient_checkpointing_enable({"use_reentrant": False})
+            wrapped = engine.wrap(split)
+            part = row_loss(wrapped, rows, num_labels(rows, None), engine=engine)
+            (part * engine.world).backward()
+            error = max(
+                float((a.grad - b.grad).norm() / a.grad.norm())
+                for a, b in zip(whole.parameters(), split.parameters(), strict=True)
+            )
+            together = engine.sum([float(part.detach())])[0]
+            results[f"{name}{'-checkpointed' * checkpointing}"] = [abs(together - float(loss)), error]
+    engine.close()
+    return results
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    check, result_file, arguments = sys.argv[1:]
+    result = globals()[check](**json.loads(arguments))
+    Path(result_file).write_text(json.dumps(result))
