@@ -14,6 +14,7 @@ __all__ = ["get", "names"]
 _EXPERIMENTS = {
     "exactness": ("efla.experiments.exactness.run", "Exactness"),
     "smnist": ("efla.experiments.smnist_robustness.run", "SmnistRobustness"),
+    "mad": ("efla.experiments.mad.run", "Mad"),
     "lr": ("efla.experiments.lr_robustness.run", "LearningRateRobustness"),
 }
 

@@ -40,6 +40,8 @@ ARMS = {
     "crank-nicolson": Line("crank-nicolson (raw keys)", "#8c8c00"),
     "gated-delta": Line("gated-delta (L2 keys)", "#a65628", "--"),
     "gated-exact-flow": Line("gated-exact-flow (raw keys)", "#1b9e9e", "-."),
+    "attention": Line("attention (softmax)", "#555555", "--"),
+    "mamba2": Line("mamba2", "#b8860b", ":"),
 }
 
 

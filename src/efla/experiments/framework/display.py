@@ -59,7 +59,7 @@ class Display:
     def _line(self, event: Event, seconds: float) -> None:
         if event.kind == "finished":
             values = _values((event.rows or [{}])[-1].get("show", {}))
-            text = f"{self._done}/{self._total}  {event.cell.id}  {values}  {_clock(seconds)}{self._left_text()}"
+            text = f"{self._done}/{self._total}  {event.cell.id}  {values}  {clock(seconds)}{self._left_text()}"
         else:
             text = f"{self._done}/{self._total}  {event.cell.id}  FAILED: {event.message.strip().splitlines()[-1]}"
         self._console.print(Text(text), soft_wrap=True)
@@ -69,7 +69,7 @@ class Display:
 
     def _left_text(self) -> str:
         left = self.seconds_left()
-        return "" if left is None or self._done >= self._total else f"  about {_clock(left)} left"
+        return "" if left is None or self._done >= self._total else f"  about {clock(left)} left"
 
     def seconds_left(self) -> float | None:
         """Time left if the cells to come take as long as those seen so far; ``None`` before anything is known."""
@@ -86,7 +86,8 @@ def _values(values: dict[str, float]) -> str:
     return "  ".join(f"{key} {float(value):.4g}" for key, value in values.items())
 
 
-def _clock(seconds: float) -> str:
+def clock(seconds: float) -> str:
+    """A duration as a reader would say it: 2h 05min, 3min 07s, 4.2s."""
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}h {minutes:02d}min" if hours else f"{minutes}min {rest:02d}s" if minutes else f"{seconds:.1f}s"

@@ -65,6 +65,10 @@ class Experiment(ABC, Generic[C]):
         """Check once, before any worker starts, what all cells need (data files, say); raise a clear error if absent."""
         return None
 
+    def expected_seconds(self, cells: Sequence[Cell], threads: int) -> list[float] | None:
+        """How long each of these cells will take at most, for the estimate before the start; ``None``: nobody knows."""
+        return None
+
     @classmethod
     def plot(cls, rows: Sequence[Record], folder: Path) -> list[Path]:
         """Draw the figures from rows alone; returns the files written."""

@@ -10,7 +10,7 @@ from typing import Any
 from rich.console import Console
 
 from efla.errors import unknown_name
-from efla.experiments.framework.display import Display
+from efla.experiments.framework.display import Display, clock
 from efla.experiments.framework.execute import Event
 from efla.experiments.framework.experiment import Cell, Experiment
 from efla.experiments.framework.folder import RunFolder
@@ -59,6 +59,8 @@ def run(
         skipped = len(cells) - len(to_do)
         if skipped:
             console.print(f"{skipped} of {len(cells)} cells are in {output} already")
+        if to_do:
+            _announce(experiment, to_do, workers, threads, console)
         failures: list[Event] = []
         with Display(len(cells), skipped, workers, console) as display:
 
@@ -86,6 +88,18 @@ def run(
             f"The first was '{first.cell.id}':\n{first.message.strip()}"
         )
     return summary
+
+
+def _announce(experiment: Experiment[Any], cells: Sequence[Cell], workers: int, threads: int, console: Console) -> None:
+    """Say how long it will take, if the experiment can tell."""
+    seconds = experiment.expected_seconds(cells, threads)
+    if seconds is not None:
+        longest = max(max(seconds), sum(seconds) / min(workers, len(cells)))
+        console.print(
+            f"{len(cells)} cells to run with {min(workers, len(cells))} workers of {threads} threads: "
+            f"about {clock(longest)} at this machine's present speed",
+            soft_wrap=True,
+        )
 
 
 def _execute(

@@ -1,0 +1,1 @@
+"""The MAD synthetic benchmark: six token-manipulation tasks, one small model per update rule."""

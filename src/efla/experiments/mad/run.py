@@ -1,0 +1,120 @@
+"""The MAD runs: one cell trains one arm on one setting with one rate, weight decay and seed; rows only, no figures."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from pathlib import Path
+
+import efla
+from efla.data import mad
+from efla.data.mad import MadData, Setting
+from efla.experiments.framework.experiment import Cell, Experiment, Record, Report
+from efla.experiments.mad.config import ARMS, MadConfig
+from efla.experiments.mad.model import build, parameter_count
+from efla.experiments.mad.train import summary, train
+
+
+class Mad(Experiment[MadConfig]):
+    """Six synthetic tasks that take a token mixer apart."""
+
+    name = "mad"
+    title = "MAD: six synthetic tasks"
+    config_class = MadConfig
+
+    def cells(self) -> list[Cell]:
+        """Group by group; inside one, settings outermost and arms innermost, so that arms are compared early."""
+        found: dict[str, Cell] = {}
+        for group in self.config.groups:
+            for setting in group.settings:
+                task, _, name = setting.partition("/")
+                for seed in group.seeds:
+                    for rate in group.rates:
+                        for decay in group.decays:
+                            for arm in group.arms:
+                                cell = Cell(
+                                    {
+                                        "task": task,
+                                        "setting": name,
+                                        "arm": arm,
+                                        "rate": rate,
+                                        "decay": decay,
+                                        "seed": seed,
+                                    }
+                                )
+                                found.setdefault(cell.id, cell)
+        return list(found.values())
+
+    def prepare(self) -> None:
+        if self.config.data == "files":
+            wanted = {(cell.settings["task"], cell.settings["setting"], cell.settings["seed"]) for cell in self.cells()}
+            for task, name, seed in sorted(wanted):
+                data_of(self.config, self.config.setting(task, name), seed)
+
+    def expected_seconds(self, cells: Sequence[Cell], threads: int) -> list[float]:
+        from efla.experiments.mad.speed import expected_seconds
+
+        return expected_seconds(self.config, cells, threads)
+
+    def run_cell(self, cell: Cell, report: Report) -> list[Record]:
+        config, chosen = self.config, cell.settings
+        setting = config.setting(chosen["task"], chosen["setting"])
+        data = data_of(config, setting, chosen["seed"])
+        model = build(config, setting, chosen["arm"], chosen["seed"])
+        result = train(
+            model, data, config, rate=chosen["rate"], decay=chosen["decay"], seed=chosen["seed"], report=report
+        )
+        numbers = summary(result)
+        return [
+            {
+                "profile": config.profile,
+                "shorthand": mad.TASKS[setting.task],
+                "parameters_of_task": setting.record(),
+                "heads": config.heads,
+                "width": config.width,
+                "batch": config.batch_of(setting.task),
+                "budget": config.steps_of(setting),
+                "schedule": config.schedule,
+                "device": config.device,
+                "precision": config.precision,
+                "backend": backend_used(config, chosen["arm"]),
+                "parameters": parameter_count(model),
+                "data": {"source": data.source, "digest": data.digest()[:16], "overlap": data.overlap},
+                **numbers,
+                "show": {"accuracy": numbers["reference_accuracy"], "steps": numbers["steps"]},
+            }
+        ]
+
+    @classmethod
+    def plot(cls, rows: Sequence[Record], folder: Path) -> list[Path]:
+        from efla.experiments.mad.plot import plot
+
+        return plot(rows, folder)
+
+    @classmethod
+    def text_summary(cls, rows: Sequence[Record]) -> str:
+        from efla.experiments.mad.claims import text_summary
+
+        return text_summary(rows)
+
+
+@lru_cache(maxsize=2)
+def _data(setting: Setting, seed: int, folder: str | None, bit_exact: bool, guarantee_probe: bool) -> MadData:
+    if folder is not None:
+        return mad.load(setting, folder, seed)
+    return mad.generate(setting, seed, bit_exact=bit_exact, guarantee_probe=guarantee_probe)
+
+
+def data_of(config: MadConfig, setting: Setting, seed: int) -> MadData:
+    """The sets of a setting, generated or read; the last two are kept, for the arms that come next."""
+    folder = config.folder if config.data == "files" else None
+    return _data(setting, seed, folder, config.bit_exact, config.guarantee_probe)
+
+
+def backend_used(config: MadConfig, arm: str) -> str:
+    """The backend of the scans: the one named, or the first that runs here, which "auto" chooses on a CPU."""
+    if ARMS[arm].mixer == "attention":
+        return "torch"
+    if config.backend != "auto" or config.device != "cpu":
+        return config.backend
+    return next(name for name, reason in efla.backends().items() if reason is None)
