@@ -17,7 +17,8 @@ COMMANDS = {
     "info": "What a model is: mixers, sizes, parameters, state bytes, operations per token.",
     "generate": "Continue a prompt, streaming, with tokens per second.",
     "convert": "Checkpoints from flash-linear-attention to efla and back.",
-    "reproduce": "Run an experiment of the paper: exactness, smnist, lr. Resumable.",
+    "mad": "Show an instance of a MAD task, its targets marked.",
+    "reproduce": "Run an experiment of the paper: exactness, smnist, lr, mad. Resumable.",
     "report": "One self-contained HTML page from the rows of runs.",
 }
 

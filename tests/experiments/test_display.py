@@ -57,3 +57,18 @@ def test_the_time_left_is_the_work_left_at_the_pace_so_far(monkeypatch: pytest.M
         assert display.seconds_left() == pytest.approx(15 * 4.5 / 2)
         display.show(Event("started", third))
         assert display.seconds_left() == pytest.approx(15 * 4.5 / 2)
+
+
+def test_cells_count_by_what_they_were_expected_to_take(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    monkeypatch.setattr("efla.experiments.framework.display.time.monotonic", lambda: now[0])
+    short, long = _cells(2)
+    with Display(2, 0, 1, Console(quiet=True), {short.id: 5.0, long.id: 100.0}) as display:
+        display.show(Event("started", short))
+        now[0] += 10
+        display.show(Event("finished", short, rows=[{}]))
+        assert display.seconds_left() == pytest.approx(200)  # twice as slow as expected, and so will the other be
+        display.show(Event("started", long))
+        now[0] += 20
+        display.show(Event("progress", long, 0.1))
+        assert display.seconds_left() == pytest.approx(90 * 2)

@@ -15,11 +15,12 @@ from efla.experiments.framework.folder import CONFIG, read_config
 from efla.experiments.framework.rows import ROWS, parse, write_atomically
 from efla.experiments.framework.statistics import grouped
 from efla.experiments.style import ARMS, RULES
-from efla.report import exactness, smnist
-from efla.report.chart import render, swatch
+from efla.report import exactness, mad, smnist
+from efla.report.bars import draw
+from efla.report.chart import swatch
 from efla.report.sections import Section
 
-_SECTIONS = {"exactness": exactness.sections, "smnist": smnist.sections}
+_SECTIONS = {"exactness": exactness.sections, "smnist": smnist.sections, "mad": mad.sections}
 _HERE = Path(__file__).parent
 
 
@@ -34,7 +35,7 @@ def build(runs: Sequence[Path], output: Path) -> list[Section]:
         loader=jinja2.FileSystemLoader(_HERE), autoescape=True, trim_blocks=True, lstrip_blocks=True,
         undefined=jinja2.StrictUndefined,
     )  # fmt: skip
-    environment.globals |= {"render": render, "swatch": swatch, "grouped": grouped}
+    environment.globals |= {"render": draw, "swatch": swatch, "grouped": grouped}
     page = environment.get_template("template.html").render(
         sections=list(enumerate(sections, start=1)),
         verdicts=Counter(claim.verdict for section in sections for claim in section.claims),

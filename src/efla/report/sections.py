@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from efla.experiments.framework.experiment import Record
 from efla.experiments.framework.statistics import Claim, Spread
+from efla.report.bars import Bars
 from efla.report.chart import Chart, Point, Series
 
 
@@ -26,7 +27,7 @@ class Figure:
 
     title: str
     note: str
-    charts: Sequence[Chart]
+    charts: Sequence[Chart | Bars]
     legend: Sequence[Series]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from types import TracebackType
 
 from rich.console import Console
@@ -15,11 +16,20 @@ from efla.experiments.framework.execute import Event
 class Display:
     """Shows events. On a terminal, live bars; elsewhere one line per finished cell."""
 
-    def __init__(self, total: int, already: int, workers: int, console: Console) -> None:
+    def __init__(
+        self,
+        total: int,
+        already: int,
+        workers: int,
+        console: Console,
+        expected: Mapping[str, float] | None = None,
+    ) -> None:
+        """expected: seconds that each cell to come was estimated to take, by id; without it all count alike."""
+        self._expected = dict(expected or {})
         self._total, self._done, self._workers, self._console = total, already, max(1, workers), console
         self._begun: dict[str, float] = {}
         self._fractions: dict[str, float] = {}
-        self._durations: list[float] = []
+        self._durations: list[tuple[float, float]] = []  # seconds, and what they were expected to be
         self._tasks: dict[str, TaskID] = {}
         self._progress = Progress(
             TextColumn("{task.description}", markup=False), BarColumn(bar_width=24),
@@ -48,10 +58,11 @@ class Display:
         else:
             seconds = time.monotonic() - self._begun.pop(name)
             self._fractions.pop(name)
+            weight = self._expected.pop(name, 1.0)
             self._progress.remove_task(self._tasks.pop(name))
             self._done += 1
             if event.kind == "finished":
-                self._durations.append(seconds)
+                self._durations.append((seconds, weight))
             self._line(event, seconds)
         overall = self._done + sum(self._fractions.values())
         self._progress.update(self._all, completed=overall, values=self._overall())
@@ -72,14 +83,18 @@ class Display:
         return "" if left is None or self._done >= self._total else f"  about {clock(left)} left"
 
     def seconds_left(self) -> float | None:
-        """Time left if the cells to come take as long as those seen so far; ``None`` before anything is known."""
+        """Time left if the cells to come take as long, in proportion to what was expected, as those seen so far; ``None``
+        before anything is known."""
         now = time.monotonic()
-        seen = [(now - self._begun[name]) / part for name, part in self._fractions.items() if part > 0.02]
+        running = {name: part * self._expected.get(name, 1.0) for name, part in self._fractions.items()}
+        seen = [(now - self._begun[name], done) for name, done in running.items() if self._fractions[name] > 0.02]
         seen += self._durations
         if not seen:
             return None
-        work = self._total - self._done - sum(self._fractions.values())
-        return max(0.0, work) * (sum(seen) / len(seen)) / min(self._workers, max(1, self._total - self._done))
+        cells = self._total - self._done
+        work = (sum(self._expected.values()) if self._expected else cells) - sum(running.values())
+        pace = sum(seconds / done for seconds, done in seen) / len(seen)
+        return max(0.0, work) * pace / min(self._workers, max(1, cells))
 
 
 def _values(values: dict[str, float]) -> str:

@@ -59,10 +59,9 @@ def run(
         skipped = len(cells) - len(to_do)
         if skipped:
             console.print(f"{skipped} of {len(cells)} cells are in {output} already")
-        if to_do:
-            _announce(experiment, to_do, workers, threads, console)
+        expected = _expected(experiment, to_do, workers, threads, console) if to_do else None
         failures: list[Event] = []
-        with Display(len(cells), skipped, workers, console) as display:
+        with Display(len(cells), skipped, workers, console, expected) as display:
 
             def emit(event: Event) -> None:
                 if event.kind == "finished":
@@ -90,16 +89,21 @@ def run(
     return summary
 
 
-def _announce(experiment: Experiment[Any], cells: Sequence[Cell], workers: int, threads: int, console: Console) -> None:
-    """Say how long it will take, if the experiment can tell."""
+def _expected(
+    experiment: Experiment[Any], cells: Sequence[Cell], workers: int, threads: int, console: Console
+) -> dict[str, float] | None:
+    """Seconds per cell by id, if the experiment can tell; says how long all of them will take."""
     seconds = experiment.expected_seconds(cells, threads)
-    if seconds is not None:
-        longest = max(max(seconds), sum(seconds) / min(workers, len(cells)))
-        console.print(
-            f"{len(cells)} cells to run with {min(workers, len(cells))} workers of {threads} threads: "
-            f"about {clock(longest)} at this machine's present speed",
-            soft_wrap=True,
-        )
+    if seconds is None:
+        return None
+    workers = min(workers, len(cells))
+    total = max(max(seconds), sum(seconds) / workers)
+    console.print(
+        f"{len(cells)} cells to run, {workers} at a time with {threads} thread(s) each: at most about {clock(total)} "
+        "at this machine's present speed",
+        soft_wrap=True,
+    )
+    return {cell.id: value for cell, value in zip(cells, seconds, strict=True)}
 
 
 def _execute(

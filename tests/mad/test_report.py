@@ -1,0 +1,160 @@
+"""Scores, verdicts, figures and the report's section, from rows with made-up numbers."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from efla.experiments.framework.records import dumps, to_record
+from efla.experiments.framework.rows import append_rows
+from efla.experiments.mad import select
+from efla.experiments.mad.claims import claims, text_summary
+from efla.experiments.mad.config import TASK_ORDER, profile
+from efla.experiments.mad.plot import plot
+from efla.experiments.mad.published import PUBLISHED
+
+Row = dict[str, object]
+ARMS = ("delta-l2", "exact-flow", "delta-raw")
+
+
+def rows_of(
+    accuracy: Callable[[str, str, str, float, int], float],
+    seeds: tuple[int, ...] = (12345, 12346, 12347),
+    settings: tuple[str, ...] = ("baseline", "hard"),
+    tasks: tuple[str, ...] = TASK_ORDER,
+) -> list[Row]:
+    """Rows as the runs write them; ``accuracy(task, setting, arm, rate, seed)`` makes up the scores."""
+    found = []
+    for task in tasks:
+        for setting in settings:
+            for arm in ARMS:
+                for rate in (5e-4, 1e-3):
+                    for seed in seeds if setting == "baseline" and arm != "delta-raw" else seeds[:1]:
+                        value = accuracy(task, setting, arm, rate, seed)
+                        evaluations = [
+                            {"step": step, "reference_accuracy": value * step / 1000} for step in (500, 1000)
+                        ]
+                        row: Row = {
+                            "row": "cell", "cell": f"{task} {setting} {arm} {rate} {seed}", "rows": 1, "task": task,
+                            "setting": setting, "arm": arm, "rate": rate, "decay": 0.0, "seed": seed, "profile": "full",
+                            "parameters": 410_320, "steps": 1000, "budget": 3000, "best_step": 1000,
+                            "reference_accuracy": value, "reference_accuracy_last": value - 0.01, "token_accuracy": value,
+                            "token_accuracy_last": value, "test_loss": 0.1, "evaluations": evaluations, "backend": "native",
+                            "timing": {"seconds_per_step": 0.2}, "wall_seconds": 10.0, "threads": 1,
+                            "started": "2026-01-01T00:00:00", "versions": {}, "commit": "x", "machine": {},
+                            "config": to_record(profile("full")), "data": {"source": "generated, seed 12345"},
+                        }  # fmt: skip
+                        found.append(json.loads(dumps(row)))
+    return found
+
+
+def _noise(seed: int) -> float:
+    return 0.001 * (seed - 12346)
+
+
+def test_a_settings_score_is_the_best_over_rates_and_drops_what_is_not_finite() -> None:
+    def accuracy(task: str, setting: str, arm: str, rate: float, seed: int) -> float:
+        return math.nan if (rate, arm) == (1e-3, "delta-raw") else 0.5 + 100 * rate
+
+    rows = rows_of(accuracy)
+    assert select.setting_score(rows, "memorization", "baseline", "exact-flow", 12345) == pytest.approx(0.6)
+    assert select.setting_score(rows, "memorization", "baseline", "delta-raw", 12345) == pytest.approx(0.55)
+    assert select.nonfinite(rows, "delta-raw") == 12
+    assert "delta-raw: 12 runs dropped" in text_summary(rows)
+
+
+def test_task_and_overall_scores_are_plain_means() -> None:
+    def accuracy(task: str, setting: str, arm: str, rate: float, seed: int) -> float:
+        return 0.9 if setting == "baseline" else 0.1 * TASK_ORDER.index(task)
+
+    rows = rows_of(accuracy)
+    for i, task in enumerate(TASK_ORDER):
+        assert select.task_score(rows, task, "exact-flow").mean == pytest.approx((0.9 + 0.1 * i) / 2)
+    assert select.overall_score(rows, "exact-flow") == pytest.approx(0.45 + 0.25 / 2)
+    assert math.isnan(select.overall_score(rows[: len(rows) // 2], "exact-flow"))
+
+
+def test_verdicts_follow_the_differences_and_their_spread() -> None:
+    gain = {"memorization": 0.05, "compression": 0.04, "in-context-recall": 0.0, "noisy-in-context-recall": 0.0006,
+            "fuzzy-in-context-recall": -0.03, "selective-copying": 0.01}  # fmt: skip
+
+    def accuracy(task: str, setting: str, arm: str, rate: float, seed: int) -> float:
+        return 0.5 + _noise(seed) + (gain[task] if arm == "exact-flow" else 0.0)
+
+    found = claims(rows_of(accuracy))
+    each = {
+        claim.pair.split(",")[0]: claim.verdict for claim in found if claim.letter == "a" and "delta-l2" in claim.pair
+    }
+    assert each == {"memorization": "seen", "compression": "seen", "in-context-recall": "not seen",
+                    "noisy-in-context-recall": "not seen", "fuzzy-in-context-recall": "reversed",
+                    "selective-copying": "seen"}  # fmt: skip
+    assert {claim.verdict for claim in found if "delta-raw" in claim.pair} == {"not judged"}
+    (mean,) = (claim for claim in found if claim.letter == "b" and "delta-l2" in claim.pair)
+    assert mean.verdict == "seen" and "+1.18 points" in mean.numbers and "66.4 against 65.7" in mean.numbers
+    (most,) = (claim for claim in found if claim.letter == "c" and "delta-l2" in claim.pair)
+    assert most.verdict == "seen"
+
+
+def test_the_claim_about_the_largest_gains_can_be_reversed_or_unseen() -> None:
+    def verdict(gain: dict[str, float]) -> str:
+        def accuracy(task: str, setting: str, arm: str, rate: float, seed: int) -> float:
+            return 0.5 + ((gain.get(task, 0.0) + _noise(seed)) if arm == "exact-flow" else 0.0)
+
+        found = claims(rows_of(accuracy))
+        return next(claim.verdict for claim in found if claim.letter == "c" and "delta-l2" in claim.pair)
+
+    others = {task: 0.05 for task in TASK_ORDER if task not in ("memorization", "compression")}
+    assert verdict(others) == "reversed"
+    assert verdict({"memorization": 0.05, "selective-copying": 0.03}) == "not seen"
+    assert verdict({"memorization": 0.05, "compression": 0.05}) == "seen"
+
+
+def test_one_seed_gives_no_verdict() -> None:
+    found = claims(rows_of(lambda *_: 0.5, seeds=(12345,)))
+    assert {claim.verdict for claim in found} == {"not judged"}
+
+
+def test_a_run_that_stopped_early_keeps_its_accuracy_in_the_curve() -> None:
+    rows = rows_of(lambda *_: 0.8, seeds=(12345, 12346), settings=("baseline",), tasks=("memorization",))
+    for row in rows:
+        if row["seed"] == 12346:
+            row["evaluations"] = [{"step": 500, "reference_accuracy": 1.0}]
+    steps, values = select.curve(rows, "memorization", "baseline", "exact-flow")
+    assert steps == [500, 1000]
+    assert [value.mean for value in values] == pytest.approx([0.7, 0.9])
+
+
+def test_a_half_finished_run_can_be_summed_up_and_drawn(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    rows = rows_of(lambda *_: 0.5, tasks=("memorization", "compression"))[:9]
+    assert "memorization, baseline" in text_summary(rows)
+    assert all(file.stat().st_size > 1000 for file in plot(rows, tmp_path))
+    assert text_summary([]) == "no finished cells yet"
+
+
+def test_the_report_has_bars_claims_and_the_published_numbers_with_the_sentence(tmp_path: Path) -> None:
+    pytest.importorskip("jinja2")
+    from efla.report import build
+
+    folder = tmp_path / "run"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps({"format": 1, "experiment": "mad", "protocol": {}}))
+    for row in rows_of(lambda task, setting, arm, rate, seed: 0.5 + _noise(seed)):
+        append_rows(folder, [row])
+    (section,) = build([folder], tmp_path / "report.html")
+    page = (tmp_path / "report.html").read_text()
+    assert page.count("<rect ") == 6 * (2 + 2 + 2)
+    assert "never with published ones" in page
+    for row in PUBLISHED:
+        assert f"{row.model} ({row.source})" in page
+    assert len(section.claims) == 2 * 6 + 4
+    assert any("one seed" in line for line in section.not_concluded)
+
+
+def test_the_published_means_are_those_of_their_rows() -> None:
+    for row in PUBLISHED:
+        assert sum(row.by_task().values()) / 6 == pytest.approx(row.mean, abs=0.11), row
