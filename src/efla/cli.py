@@ -10,13 +10,18 @@ import tyro
 import efla
 from efla.errors import unknown_name
 
-# Command -> what it does. The module efla.commands.<name> holds a function <name>; it is imported when it is called.
+# Command -> what it does. The module efla.commands.<name> holds a function <name>, or main(arguments); it is imported when
+# it is called.
 COMMANDS = {
     "doctor": "What runs on this machine: versions, threads, backends, and a self-check of each.",
+    "gpu-check": "Do the GPU kernels compile, fit and compute the right thing? What a GPU user runs first.",
     "bench": "How fast it is: ratios against transformers, softmax attention and sgemm, in one process.",
     "info": "What a model is: mixers, sizes, parameters, state bytes, operations per token.",
+    "eval": "The paper's table by lm-evaluation-harness, comparisons with their uncertainty, long contexts.",
     "generate": "Continue a prompt, streaming, with tokens per second.",
     "convert": "Checkpoints from flash-linear-attention to efla and back.",
+    "prepare": "Tokenise text once, in parallel, into shards for training. Resumable.",
+    "train": "Train a model: on this machine, or on many under torchrun. Resumable.",
     "mad": "Show an instance of a MAD task, its targets marked.",
     "reproduce": "Run an experiment of the paper: exactness, smnist, lr, mad. Resumable.",
     "report": "One self-contained HTML page from the rows of runs.",
@@ -37,9 +42,12 @@ def main(argv: list[str] | None = None) -> int:
         print(f"efla: {unknown_name('command', name, COMMANDS)}", file=sys.stderr)
         return 2
     function_name = name.replace("-", "_")
-    function = getattr(importlib.import_module(f"efla.commands.{function_name}"), function_name)
+    module = importlib.import_module(f"efla.commands.{function_name}")
     try:
-        code = tyro.cli(function, prog=f"efla {name}", args=arguments[1:])
+        if hasattr(module, "main"):  # reads its own arguments: the defaults depend on one of them
+            code = module.main(arguments[1:])
+        else:
+            code = tyro.cli(getattr(module, function_name), prog=f"efla {name}", args=arguments[1:])
     except KeyboardInterrupt:
         print("\ninterrupted", file=sys.stderr)
         return 130

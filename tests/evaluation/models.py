@@ -93,6 +93,12 @@ class UniformLM(nn.Module):
         self.config = byte_config(vocab_size=vocab_size)
         self.weight = nn.Parameter(torch.zeros(1))
 
+    device = torch.device("cpu")
+    dtype = torch.float32
+
+    def tie_weights(self) -> None:
+        pass
+
     def forward(self, input_ids: torch.Tensor, use_cache: bool = False) -> CausalLMOutputWithPast:
         return CausalLMOutputWithPast(logits=self.weight * torch.ones(*input_ids.shape, self.config.vocab_size))
 

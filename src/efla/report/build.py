@@ -15,12 +15,18 @@ from efla.experiments.framework.folder import CONFIG, read_config
 from efla.experiments.framework.rows import ROWS, parse, write_atomically
 from efla.experiments.framework.statistics import grouped
 from efla.experiments.style import ARMS, RULES
-from efla.report import exactness, mad, smnist
+from efla.report import evaluation, exactness, mad, smnist
 from efla.report.bars import draw
 from efla.report.chart import swatch
 from efla.report.sections import Section
 
-_SECTIONS = {"exactness": exactness.sections, "smnist": smnist.sections, "mad": mad.sections}
+_SECTIONS = {
+    "exactness": exactness.sections,
+    "smnist": smnist.sections,
+    "mad": mad.sections,
+    "evaluation": evaluation.sections,
+    "evaluation-length": evaluation.length_sections,
+}
 _HERE = Path(__file__).parent
 
 

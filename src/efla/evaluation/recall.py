@@ -1,0 +1,179 @@
+"""Associative recall as a probe of memory: key-value pairs, then keys whose values are to be said (MQAR).
+
+    k1 v1 k2 v2 ... kn vn   f f k3 v3 f k1 v1 f f f k2 v2 ...
+
+Keys and values are tokens drawn at random without repeats; f are other keys. After the pairs each key comes once more, in
+random order and at random places up to the end, and its value is what the model should say next. Ours, after the task of
+Arora et al. (Zoology, 2023), with every pair asked for exactly once.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.nn import functional
+
+
+@dataclass(frozen=True)
+class RecallBatch:
+    """tokens [B, T]; the n values asked for stand at ``positions`` [B, n], and ``values`` [B, n] are the candidates."""
+
+    tokens: Tensor
+    positions: Tensor
+    values: Tensor
+
+
+@dataclass(frozen=True)
+class RecallResult:
+    """How often the value is the likeliest of all tokens, and of the sequence's own values (chance 1 / pairs).
+
+    Standard errors are over sequences.
+    """
+
+    num_pairs: int
+    length: int
+    accuracy: float
+    accuracy_error: float
+    among_values: float
+    among_values_error: float
+    num_sequences: int
+
+
+def make_batch(
+    usable: Sequence[int], num_pairs: int, length: int, num_sequences: int, seed: int, prefix: int | None = None
+) -> RecallBatch:
+    """Sequences of ``length`` tokens. usable: the token ids to draw from, the first half keys, the second half values.
+
+    prefix: a token put before each sequence, on top of its length.
+    """
+    half = len(usable) // 2
+    if num_pairs < 1 or num_pairs > half - 1:
+        raise ValueError(f"{num_pairs} pairs need at least {2 * num_pairs + 2} usable tokens, there are {len(usable)}")
+    if length < 4 * num_pairs:
+        raise ValueError(f"{num_pairs} pairs take {2 * num_pairs} tokens and as many again to ask; length is {length}")
+    generator = np.random.default_rng([seed, num_pairs, length])
+    keys, values = np.asarray(usable[:half]), np.asarray(usable[half : 2 * half])
+    rows, places, candidates = [], [], []
+    for _ in range(num_sequences):
+        drawn = generator.permutation(keys)
+        own_keys, fillers = drawn[:num_pairs], drawn[num_pairs:]
+        own_values = generator.permutation(values)[:num_pairs]
+        row, at = _row(own_keys, own_values, fillers, length, generator)
+        rows.append(row if prefix is None else np.concatenate([[prefix], row]))
+        places.append(at + (0 if prefix is None else 1))
+        candidates.append(own_values)
+    return RecallBatch(*(torch.from_numpy(np.stack(x).astype(np.int64)) for x in (rows, places, candidates)))
+
+
+def _row(
+    keys: NDArray[Any], values: NDArray[Any], fillers: NDArray[Any], length: int, generator: np.random.Generator
+) -> tuple[NDArray[Any], NDArray[Any]]:
+    """One sequence, and where its asked-for values stand."""
+    n = len(keys)
+    row = np.empty(length, dtype=np.int64)
+    row[0 : 2 * n : 2], row[1 : 2 * n : 2] = keys, values
+    row[2 * n :] = generator.choice(fillers, length - 2 * n)
+    # n questions of two tokens in the rest: choose n of the rest's length less n places, then make room for the values.
+    starts = np.sort(generator.permutation(length - 3 * n)[:n]) + np.arange(n) + 2 * n
+    order = generator.permutation(n)
+    row[starts], row[starts + 1] = keys[order], values[order]
+    return row, starts + 1
+
+
+@torch.no_grad()
+def recall(
+    model: Any,
+    batch: RecallBatch,
+    num_pairs: int,
+    length: int,
+    *,
+    batch_tokens: int = 8192,
+    progress: Callable[[int], None] | None = None,
+) -> RecallResult:
+    """The model's answers at the asked-for values, from one pass over each sequence."""
+    device = next(model.parameters()).device
+    rows = max(1, batch_tokens // batch.tokens.shape[1])
+    right, among = [], []
+    for at in range(0, len(batch.tokens), rows):
+        tokens, positions, values = (
+            x[at : at + rows].to(device) for x in (batch.tokens, batch.positions, batch.values)
+        )
+        logits = model(input_ids=tokens, use_cache=False).logits
+        index = (positions - 1)[..., None].expand(-1, -1, logits.shape[-1])
+        asked = logits.gather(1, index)  # [B, n, V], before each value
+        target = tokens.gather(1, positions)
+        right.append((asked.argmax(-1) == target).double().mean(1))
+        candidates = asked.gather(2, values[:, None, :].expand(-1, positions.shape[1], -1))
+        chosen = values.gather(1, candidates.argmax(-1))
+        among.append((chosen == target).double().mean(1))
+        if progress is not None:
+            progress(len(tokens))
+    whole, own = torch.cat(right).cpu().numpy(), torch.cat(among).cpu().numpy()
+    return RecallResult(num_pairs, length, *_mean(whole), *_mean(own), len(whole))
+
+
+def adapted(
+    model: Any,
+    usable: Sequence[int],
+    grid: Sequence[tuple[int, int]],
+    *,
+    steps: int,
+    seed: int,
+    prefix: int | None = None,
+    rate: float = 1e-3,
+    batch_tokens: int = 4096,
+    progress: Callable[[int], None] | None = None,
+) -> Any:
+    """A copy of the model trained on recall for some steps, the settings (pairs, length) of ``grid`` taken in turn.
+
+    A model of text was never asked to recall random tokens; after as many steps each, architectures can be compared.
+    AdamW, the loss at the asked-for values alone, the rate rising over the first tenth and falling linearly to zero.
+    """
+    if steps < 1 or not grid:
+        raise ValueError(
+            f"adapting needs at least one step and one setting, got {steps} steps and {len(grid)} settings"
+        )
+    copied = copy.deepcopy(model).train()
+    device = next(copied.parameters()).device
+    optimizer = torch.optim.AdamW(copied.parameters(), lr=rate)
+    schedule = torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda t: min((t + 1) / max(1, steps // 10), (steps - t) / steps)
+    )
+    with torch.enable_grad():
+        for step in range(steps):
+            num_pairs, length = grid[step % len(grid)]
+            count = max(1, batch_tokens // length)
+            # Seeds of training and of probing never meet.
+            batch = make_batch(usable, num_pairs, length, count, seed + 1_000_003 * (step + 1), prefix)
+            tokens, positions = batch.tokens.to(device), batch.positions.to(device)
+            logits = copied(input_ids=tokens, use_cache=False).logits
+            asked = logits.gather(1, (positions - 1)[..., None].expand(-1, -1, logits.shape[-1]))
+            loss = functional.cross_entropy(asked.flatten(0, 1).float(), tokens.gather(1, positions).flatten())
+            optimizer.zero_grad()
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(copied.parameters(), 1.0)
+            optimizer.step()
+            schedule.step()
+            if progress is not None:
+                progress(1)
+    return copied.eval()
+
+
+def _mean(values: NDArray[np.float64]) -> tuple[float, float]:
+    error = values.std(ddof=1) / np.sqrt(len(values)) if len(values) > 1 else np.nan
+    return float(values.mean()), float(error)
+
+
+def usable_tokens(vocab_size: int, special: Sequence[int], limit: int = 2048) -> list[int]:
+    """Token ids that are not special, at most ``limit`` of them, evenly spaced over the vocabulary."""
+    ids = [i for i in range(vocab_size) if i not in set(special)]
+    if len(ids) <= limit:
+        return ids
+    return [ids[int(i)] for i in np.linspace(0, len(ids) - 1, limit)]

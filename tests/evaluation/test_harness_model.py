@@ -1,0 +1,252 @@
+"""Our model in the harness: item by item the scores of the harness's own class for transformers models."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from efla.evaluation import ByteTokenizer, Scorer, lambada, local_data, multiple_choice, wikitext
+from efla.evaluation.columns import PAPER_TASKS
+from efla.evaluation.responses import ResponseLog
+from tests.evaluation.models import FAMILIES, TEXT, UniformLM, data_folder, llama, trained
+from tests.evaluation.small_data import write_small_data
+
+pytest.importorskip("lm_eval", reason="the extra 'eval' is not installed")
+
+from lm_eval.models.huggingface import HFLM
+
+from efla.evaluation import harness_tasks
+from efla.evaluation.harness_model import HarnessModel, sharing_agrees
+
+MODELS = [*FAMILIES, "llama"]
+
+
+@pytest.fixture(scope="module")
+def small_data(tmp_path_factory) -> Path:
+    return write_small_data(tmp_path_factory.mktemp("data") / "data")
+
+
+def model_of(name: str, vocab_size: int = 256) -> Any:
+    return llama(vocab_size) if name == "llama" else trained(name)
+
+
+def instances(data: Path, limit: int | None = None, tasks: tuple[str, ...] = PAPER_TASKS) -> dict[str, list[Any]]:
+    """Requests of the tasks by kind."""
+    found: dict[str, list[Any]] = {"loglikelihood": [], "loglikelihood_rolling": []}
+    with harness_tasks.quiet():
+        for name in tasks:
+            task = harness_tasks.load_task(name, data, limit)
+            task.build_all_requests(rank=0, world_size=1)
+            for instance in task.instances:
+                found[instance.request_type].append(instance)
+    return found
+
+
+def plain_harness(model: Any, tokenizer: Any, **options: Any) -> HFLM:
+    with harness_tasks.quiet():
+        return HFLM(pretrained=model, tokenizer=tokenizer, backend="causal", batch_size=4, max_length=256, **options)
+
+
+def word_tokenizer() -> Any:
+    """An ordinary tokenizer of transformers: words, with a bos put first."""
+    from tokenizers import Tokenizer, models, pre_tokenizers, processors, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = Tokenizer(models.BPE(unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    trainer = trainers.BpeTrainer(
+        vocab_size=300, special_tokens=["<unk>", "<s>", "</s>"], initial_alphabet=pre_tokenizers.ByteLevel.alphabet()
+    )
+    tokenizer.train_from_iterator([TEXT], trainer)
+    tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", unk_token="<unk>")
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_all_ten_tasks_score_as_the_plain_harness_does(name, small_data):
+    """Log-likelihoods to 1e-4, item by item, on the requests of all ten tasks."""
+    model = model_of(name)
+    asked = instances(small_data)
+    ours = HarnessModel(model, ByteTokenizer(), max_length=256, batch_tokens=600)
+    plain = plain_harness(model, ByteTokenizer())
+    assert len(asked["loglikelihood"]) > 40
+    with harness_tasks.quiet():
+        expected = plain.loglikelihood(asked["loglikelihood"])
+        # Bytes get no second bos before a text in windows.
+        windows = plain_harness(model, ByteTokenizer(), add_bos_token=False)
+        rolling = windows.loglikelihood_rolling(asked["loglikelihood_rolling"])
+    found = ours.loglikelihood(asked["loglikelihood"])
+    assert ours.share
+    assert [value for value, _ in found] == pytest.approx([value for value, _ in expected], abs=1e-4)
+    assert [greedy for _, greedy in found] == [greedy for _, greedy in expected]
+    assert ours.loglikelihood_rolling(asked["loglikelihood_rolling"]) == pytest.approx(rolling, abs=1e-4)
+
+
+@pytest.mark.parametrize("name", ["efla", "hybrid", "llama"])
+def test_long_and_truncated_items_of_the_real_sets(name):
+    """Contexts longer than the model's window, as BoolQ's are in bytes, are cut as the harness cuts them."""
+    asked = instances(data_folder(), 3, ("lambada_openai", "hellaswag", "winogrande", "boolq"))["loglikelihood"]
+    model = model_of(name)
+    ours = HarnessModel(model, ByteTokenizer(), max_length=256)
+    assert max(len(request.args[0]) for request in asked) > 256
+    with harness_tasks.quiet():
+        expected = plain_harness(model, ByteTokenizer()).loglikelihood(asked)
+    found = ours.loglikelihood(asked)
+    assert [value for value, _ in found] == pytest.approx([value for value, _ in expected], abs=1e-4)
+
+
+def test_an_ordinary_tokenizer_scores_as_the_plain_harness_does(small_data):
+    tokenizer = word_tokenizer()
+    model = llama(len(tokenizer))
+    asked = instances(small_data)
+    ours = HarnessModel(model, tokenizer, max_length=64)
+    with harness_tasks.quiet():
+        plain = HFLM(pretrained=model, tokenizer=tokenizer, backend="causal", batch_size=4, max_length=64)
+        expected = plain.loglikelihood(asked["loglikelihood"])
+        rolling = plain.loglikelihood_rolling(asked["loglikelihood_rolling"])
+    found = ours.loglikelihood(asked["loglikelihood"])
+    assert [value for value, _ in found] == pytest.approx([value for value, _ in expected], abs=1e-4)
+    assert ours.loglikelihood_rolling(asked["loglikelihood_rolling"]) == pytest.approx(rolling, abs=1e-4)
+
+
+def test_the_plain_path_is_the_harness_itself(small_data):
+    model = trained("efla")
+    asked = instances(small_data)
+    ours = HarnessModel(model, ByteTokenizer(), max_length=256, share=False, batch_size=4)
+    with harness_tasks.quiet():
+        expected = plain_harness(model, ByteTokenizer()).loglikelihood(asked["loglikelihood"])
+        assert ours.loglikelihood(asked["loglikelihood"]) == expected
+
+
+@pytest.mark.parametrize("name", ["efla", "llama"])
+def test_our_scorers_give_the_numbers_of_the_harness(name, small_data):
+    """Without lm-evaluation-harness: the same metrics from the same prompts."""
+    from lm_eval.evaluator import evaluate
+
+    model = model_of(name)
+    scorer = Scorer(model, ByteTokenizer(), max_length=256)
+    harness = HarnessModel(model, ByteTokenizer(), max_length=256, share=False)
+    for task in PAPER_TASKS:
+        with harness_tasks.quiet():
+            loaded = {"tasks": {task: harness_tasks.load_task(task, small_data)}, "groups": {}}
+            theirs = evaluate(harness, loaded, bootstrap_iters=0, log_samples=False)["results"][task]
+        records = local_data.records(task, small_data)
+        if task == "wikitext":
+            found = wikitext(scorer, records)
+            ours = {"word_perplexity": found.word_perplexity, "bits_per_byte": found.bits_per_byte}
+        elif task == "lambada_openai":
+            passages = lambada(scorer, records)
+            ours = {"perplexity": passages.perplexity, "acc": passages.accuracy}
+        else:
+            chosen = multiple_choice(scorer, task, records)
+            ours = {"acc": chosen.acc} | ({"acc_norm": chosen.acc_norm} if "acc_norm,none" in theirs else {})
+        for metric, value in ours.items():
+            assert value == pytest.approx(theirs[f"{metric},none"], rel=1e-4), (task, metric)
+
+
+def test_the_uniform_model_gives_the_closed_forms_through_the_harness(small_data):
+    from lm_eval.evaluator import evaluate
+
+    model = HarnessModel(UniformLM(), ByteTokenizer(), max_length=4096)
+    with harness_tasks.quiet():
+        tasks = {t: harness_tasks.load_task(t, small_data) for t in ("lambada_openai", "wikitext", "piqa", "sciq")}
+        found = evaluate(model, {"tasks": tasks, "groups": {}}, bootstrap_iters=0, log_samples=False)["results"]
+    words = [" café", " house."]
+    mean_bytes = sum(len(word.encode()) for word in words) / 2
+    assert found["lambada_openai"]["perplexity,none"] == pytest.approx(math.exp(mean_bytes * math.log(256)), rel=1e-5)
+    assert found["lambada_openai"]["acc,none"] == 0
+    pages = local_data.records("wikitext", small_data)
+    from efla.evaluation.prompts import wikitext_text
+
+    scored = sum(len(wikitext_text(r["page"]).encode()) for r in pages)
+    held = sum(len(r["page"].encode()) for r in pages)
+    assert found["wikitext"]["bits_per_byte,none"] == pytest.approx(8 * scored / held, rel=1e-6)
+    # The shortest choice wins under acc: "put it in the sun" (0 is right), "Turn the lid." (1 is right).
+    assert found["piqa"]["acc,none"] == 0.5
+    # "acids" against "oxidants", and "air" against "water".
+    assert found["sciq"]["acc,none"] == 0.0
+
+
+class Interrupted(Exception):
+    pass
+
+
+@pytest.mark.parametrize("share", [True, False], ids=["shared", "plain"])
+def test_an_interrupted_evaluation_asks_only_what_is_missing(share, small_data, tmp_path):
+    asked = instances(small_data)["loglikelihood"]
+    model = trained("efla")
+    expected = HarnessModel(model, ByteTokenizer(), max_length=256, share=share).loglikelihood(asked)
+
+    class Progress:
+        answered = total = 0
+        stop = False
+
+        def begin(self, total: int) -> None:
+            self.total = total
+
+        def advance(self, count: int) -> None:
+            self.answered += count
+            if self.stop and self.answered > 20:
+                raise Interrupted
+
+    path = tmp_path / "responses.jsonl"
+    first = Progress()
+    first.stop = True
+    options = {"max_length": 256, "share": share, "batch_tokens": 300, "batch_size": 4}
+    harness = HarnessModel(model, ByteTokenizer(), progress=first, **options)
+    harness._hook.flush_at = 8
+    harness.log = ResponseLog(path, {"model": "m"})
+    with pytest.raises(Interrupted), harness_tasks.quiet():
+        harness.loglikelihood(asked)
+    kept = len(ResponseLog(path, {"model": "m"}))
+    assert 20 < kept < len(asked)
+
+    with open(path, "ab") as file:  # a kill in the middle of a write
+        file.write(b'["0123", [-1')
+    second = Progress()
+    harness = HarnessModel(model, ByteTokenizer(), progress=second, **options)
+    harness.log = ResponseLog(path, {"model": "m"})
+    assert len(harness.log) == kept
+    read: list[int] = []
+    handle = model.model.embed_tokens.register_forward_pre_hook(lambda _, args: read.append(args[0].numel()))
+    try:
+        with harness_tasks.quiet():
+            found = harness.loglikelihood(asked)
+            tokens_read, read[:] = sum(read), []
+            again = harness.loglikelihood(asked)
+    finally:
+        handle.remove()
+    assert tokens_read > 0 and sum(read) == 0
+    assert again == found
+    assert [value for value, _ in found] == pytest.approx([value for value, _ in expected], abs=1e-4)
+    assert second.total == len(asked)
+    with pytest.raises(ValueError, match="other settings"):
+        ResponseLog(path, {"model": "another"})
+
+
+def test_a_model_that_cannot_fork_is_scored_the_plain_way(small_data):
+    """An architecture whose cache goes wrong is noticed on the first question, not trusted."""
+    model = llama()
+    forward = model.forward
+
+    def wrong(input_ids: Any = None, past_key_values: Any = None, **kwargs: Any) -> Any:
+        out = forward(input_ids=input_ids, past_key_values=past_key_values, **kwargs)
+        if past_key_values is not None and past_key_values.get_seq_length() > input_ids.shape[1]:
+            out.logits = out.logits.roll(1, dims=-1)
+        return out
+
+    wrong.__signature__ = inspect.signature(forward)  # type: ignore[attr-defined]
+    model.forward = wrong
+    asked = instances(small_data)["loglikelihood"]
+    harness = HarnessModel(model, ByteTokenizer(), max_length=256)
+    with pytest.warns(UserWarning, match="cannot continue from a shared prefill"), harness_tasks.quiet():
+        found = harness.loglikelihood(asked)
+    assert not harness.share
+    with harness_tasks.quiet():
+        expected = plain_harness(llama(), ByteTokenizer()).loglikelihood(asked)
+    assert [value for value, _ in found] == pytest.approx([value for value, _ in expected], abs=1e-4)
+    assert sharing_agrees(llama(), [])

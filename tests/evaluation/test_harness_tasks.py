@@ -1,0 +1,195 @@
+"""The harness's tasks on local files: request by request what it builds from the hub's format, and what our prompts are."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from efla.evaluation import local_data
+from efla.evaluation.columns import PAPER_TASKS
+from efla.evaluation.prompts import QUESTIONS, count_words, lambada_pair, question, wikitext_text
+from tests.evaluation.models import data_folder
+from tests.evaluation.small_data import HUB, write_small_data
+
+pytest.importorskip("lm_eval", reason="the extra 'eval' is not installed")
+datasets = pytest.importorskip("datasets")
+
+from efla.evaluation import harness_tasks  # noqa: E402
+
+
+def hub_task(name: str, records: list[dict[str, Any]], folder: Path) -> Any:
+    """The task as the harness itself loads it, through ``datasets.load_dataset``, from files with the hub's columns and types."""
+    from lm_eval.api.task import ConfigurableTask
+
+    table = datasets.Dataset.from_list(records)
+    if name == "boolq":
+        table = table.cast_column("label", datasets.ClassLabel(names=["False", "True"]))
+    if name == "piqa":
+        table = table.cast_column("label", datasets.ClassLabel(names=["0", "1"]))
+    split = local_data.SOURCES[name].split
+    file = folder / f"{name}.parquet"
+    table.to_parquet(str(file))
+    config = harness_tasks.definition(name)
+    # The hub's files, on this disk; every other line of the definition stays.
+    config |= {
+        "dataset_path": "parquet",
+        "dataset_name": None,
+        "dataset_kwargs": {"data_files": {split: str(file)}, "cache_dir": str(folder / "cache")},
+    }
+    config |= {"training_split": None} | ({"validation_split": None} if split == "test" else {})
+    with harness_tasks.quiet():
+        task = ConfigurableTask(config=config)
+        task.set_config(key="num_fewshot", value=0)
+    return task
+
+
+def requests_of(task: Any) -> list[tuple[Any, ...]]:
+    with harness_tasks.quiet():
+        task.build_all_requests(rank=0, world_size=1)
+        docs = task.eval_docs
+    targets = [task.doc_to_target(doc) for doc in docs]
+    return [
+        (r.request_type, r.doc_id, r.idx, r.args, targets[r.doc_id])
+        for r in sorted(task.instances, key=lambda r: (r.doc_id, r.idx))
+    ]
+
+
+def our_requests(name: str, records: list[dict[str, Any]]) -> list[tuple[int, int, tuple[str, ...]]]:
+    if name == "wikitext":
+        return [(i, 0, (wikitext_text(r["page"]),)) for i, r in enumerate(records)]
+    if name == "lambada_openai":
+        return [(i, 0, lambada_pair(r)) for i, r in enumerate(records)]
+    return [(i, j, pair) for i, r in enumerate(records) for j, pair in enumerate(question(name, r).pairs)]
+
+
+def check_task(name: str, data: Path, hub_records: list[dict[str, Any]], folder: Path, limit: int | None = None) -> int:
+    local = requests_of(harness_tasks.load_task(name, data, limit))
+    assert local == requests_of(hub_task(name, hub_records, folder))
+    ours = our_requests(name, local_data.records(name, data, limit))
+    assert [(doc, index, args) for _, doc, index, args, _ in local] == ours
+    if name in QUESTIONS:
+        answers = [question(name, r).answer for r in local_data.records(name, data, limit)]
+        if name == "winogrande":  # there the harness keeps the answer in doc_to_text
+            task = harness_tasks.load_task(name, data, limit)
+            assert [task.doc_to_text(doc) for doc in task.eval_docs] == answers
+        else:
+            assert [int(target) for _, _, index, _, target in local if index == 0] == answers
+    return len(local)
+
+
+@pytest.mark.parametrize("name", PAPER_TASKS)
+def test_requests_from_local_files_are_those_from_the_hub_format(name, tmp_path):
+    data = write_small_data(tmp_path / "data")
+    assert local_data.records(name, data) is not None
+    assert check_task(name, data, HUB[name], tmp_path) >= 2
+
+
+def hub_format(name: str, data: Path, limit: int | None) -> list[dict[str, Any]]:
+    """The real records in the hub's format, converted here on our own from the published files."""
+    source = [data / file for file in local_data.SOURCES[name].files]
+    text = local_data.read_text(local_data.find(data, local_data.SOURCES[name].files[0], name))
+    if name == "wikitext":
+        pages, lines = [], []
+        for line in text.split("\n"):
+            if line.startswith(" = ") and not line.startswith(" = =") and line.endswith(" = "):
+                pages.append("\n".join(lines))
+                lines = []
+            lines.append(line)
+        pages.append("\n".join(lines))
+        return [{"page": page} for page in pages[1:]][:limit]
+    records = [json.loads(line) for line in text.splitlines() if line]
+    if name == "piqa":
+        labels = source[1].read_text().split()
+        records = [{**r, "label": int(label)} for r, label in zip(records, labels, strict=True)]
+    if name.startswith("arc"):
+        records = [
+            {
+                "question": r["question"]["stem"],
+                "choices": {key: [c[key] for c in r["question"]["choices"]] for key in ("text", "label")},
+                "answerKey": r["answerKey"],
+            }
+            for r in records
+        ]
+    if name == "boolq":
+        records = [{**r, "label": ["false", "true"].index(r["label"])} for r in records]
+    return records[:limit]
+
+
+@pytest.mark.parametrize("name", PAPER_TASKS)
+def test_requests_of_the_real_sets(name, tmp_path):
+    data = data_folder()
+    assert check_task(name, data, hub_format(name, data, 25), tmp_path, 25) >= 25
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", PAPER_TASKS)
+def test_every_request_of_the_real_sets(name, tmp_path):
+    data = data_folder()
+    check_task(name, data, hub_format(name, data, None), tmp_path)
+    assert len(local_data.records(name, data)) == local_data.SOURCES[name].num_records
+
+
+def test_words_are_counted_as_the_harness_counts_them():
+    process = harness_tasks.definition("wikitext")["process_results"]
+    for record in HUB["wikitext"]:
+        found = process(record, (-1.0,))
+        assert found["word_perplexity"] == (-1.0, count_words(record["page"]))
+        assert found["bits_per_byte"] == (-1.0, len(record["page"].encode()))
+
+
+def test_paper_stands_for_the_ten_tasks():
+    assert harness_tasks.expand(["paper"]) == list(PAPER_TASKS)
+    assert len(PAPER_TASKS) == 10
+    assert harness_tasks.expand(["sciq", "paper", "sciq"])[0] == "sciq"
+    with pytest.raises(ValueError, match="at least one task"):
+        harness_tasks.expand([])
+
+
+def test_an_unknown_task_is_named_with_the_known_ones(monkeypatch):
+    import lm_eval.tasks
+
+    # The index of all the harness's tasks takes half a minute to build; its names are enough here.
+    class Manager:
+        all_tasks = ("hellaswag", "gsm8k")
+
+    monkeypatch.setattr(lm_eval.tasks, "TaskManager", Manager)
+    with pytest.raises(ValueError, match="unknown task 'helaswag'; did you mean 'hellaswag'"):
+        harness_tasks.load_task("helaswag", None)
+
+
+def test_without_files_and_without_network_the_error_says_what_is_missing(monkeypatch):
+    def no_network(*args: Any, **kwargs: Any) -> None:
+        raise ConnectionError("Couldn't reach 'baber/piqa' on the Hub")
+
+    monkeypatch.setattr(datasets, "load_dataset", no_network)
+    with pytest.raises(RuntimeError, match=r"'piqa'.*baber/piqa.*piqa_dev.jsonl and eval/piqa_dev-labels.lst.*--data"):
+        harness_tasks.load_task("piqa", None)
+
+
+def test_missing_and_damaged_files_are_named(tmp_path):
+    data = write_small_data(tmp_path)
+    (data / "eval/sciq_test.jsonl").unlink()
+    with pytest.raises(FileNotFoundError, match=r"task 'sciq' needs eval/sciq_test.jsonl"):
+        harness_tasks.load_task("sciq", data)
+    (data / "eval/openbookqa_test.jsonl").write_text("")
+    with pytest.raises(ValueError, match=r"openbookqa_test.jsonl holds no records"):
+        harness_tasks.load_task("openbookqa", data)
+    file = data / "eval/winogrande_xl_dev.jsonl"
+    file.write_text(file.read_text()[:-40])
+    with pytest.raises(ValueError, match=r"winogrande_xl_dev.jsonl, line 2 is not JSON"):
+        harness_tasks.load_task("winogrande", data)
+    (data / "eval/piqa_dev-labels.lst").write_text("0\n")
+    with pytest.raises(ValueError, match="do not belong together"):
+        harness_tasks.load_task("piqa", data)
+    packed = data / "wikitext-2/wiki.test.raw.xz"
+    packed.write_bytes(packed.read_bytes()[:-20])
+    with pytest.raises(ValueError, match="is damaged"):
+        harness_tasks.load_task("wikitext", data)
+    (data / "lambada/lambada_test.jsonl").write_text('{"words": 1}\n')
+    with pytest.raises(ValueError, match="line 1 lacks text"):
+        harness_tasks.load_task("lambada_openai", data)
+    with pytest.raises(FileNotFoundError, match="not a folder"):
+        local_data.folder(tmp_path / "nowhere")

@@ -1,0 +1,139 @@
+"""Standard errors, paired differences and the table, against closed forms."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+
+from efla.evaluation.columns import ACCURACIES, COLUMNS, PRINTED_AVERAGES, mean_accuracy, paper_rows
+from efla.evaluation.items import Items, metric_items, paired_difference, paired_mean_difference
+from efla.evaluation.table import markdown, result_table, terminal
+
+
+def test_the_papers_means_are_recomputed_from_its_rows():
+    """Spec lm.md section 6: the printed average of DeltaNet 340M is wrong, EFLA 1.3B is rounded up."""
+    means = {(size, model): mean_accuracy(row) for size in ("340M", "1.3B") for model, row in paper_rows(size).items()}
+    expected = {
+        ("340M", "Mamba-2"): 41.99,
+        ("340M", "DeltaNet"): 43.11,
+        ("340M", "EFLA"): 44.07,
+        ("340M", "Gated DeltaNet"): 43.90,
+        ("340M", "Gated EFLA"): 44.78,
+        ("1.3B", "DeltaNet"): 50.47,
+        ("1.3B", "EFLA"): 51.74,
+    }
+    assert {key: round(value, 2) for key, value in means.items()} == expected
+    assert PRINTED_AVERAGES["340M"]["DeltaNet"] == 42.2
+    assert mean_accuracy({"piqa": 50.0}) is None
+    assert len(ACCURACIES) == 9 and len(COLUMNS) == 11
+
+
+def test_standard_errors_are_those_of_the_definitions():
+    records = [{"acc": float(i < 30)} for i in range(100)]
+    items = metric_items(records, "acc")
+    assert items.metric() == pytest.approx(0.3)
+    assert items.standard_error() == pytest.approx(math.sqrt(0.3 * 0.7 / 99))  # the harness's: n - 1 in the denominator
+    generator = np.random.default_rng(0)
+    log_probs = generator.normal(-3.0, 0.5, 4000)
+    perplexity = metric_items([{"log_prob": float(x)} for x in log_probs], "perplexity")
+    assert perplexity.metric() == pytest.approx(math.exp(-log_probs.mean()))
+    expected = math.exp(-log_probs.mean()) * 0.5 / math.sqrt(4000)  # the delta method
+    assert perplexity.standard_error() == pytest.approx(expected, rel=0.1)
+    bits = metric_items([{"log_prob": -math.log(2) * 8, "words": 3, "bytes": 4}] * 2, "bits_per_byte")
+    assert bits.metric() == pytest.approx(2.0)
+    words = metric_items([{"log_prob": -6.0, "words": 2, "bytes": 4}, {"log_prob": -6.0, "words": 4, "bytes": 4}],
+                         "word_perplexity")  # fmt: skip
+    assert words.metric() == pytest.approx(math.exp(2.0))
+
+
+def accuracies(values: np.ndarray) -> Items:
+    return Items("mean", values.astype(float), np.ones(len(values)))
+
+
+def test_pairing_takes_out_what_both_models_share():
+    """Two models that err on the same items differ clearly; unpaired, the difference would drown."""
+    generator = np.random.default_rng(0)
+    a = generator.random(2000) < 0.5
+    b = a.copy()
+    b[np.flatnonzero(~a)[:40]] = True  # right on 40 more, wrong on none
+    found = paired_difference(accuracies(a), accuracies(b), times=4000)
+    assert found.value == pytest.approx(0.02)
+    half_width = 1.96 * math.sqrt(0.02 * 0.98 / 2000)
+    assert found.low == pytest.approx(0.02 - half_width, abs=1.5e-3)
+    assert found.high == pytest.approx(0.02 + half_width, abs=1.5e-3)
+    assert found.is_clear and found.p_value < 0.001
+    unpaired = 1.96 * math.sqrt(2 * 0.25 / 2000)
+    assert unpaired > 0.02  # what the standard errors of the table alone would say
+
+
+def test_equal_models_have_no_clear_difference_and_a_known_one_is_covered():
+    generator = np.random.default_rng(1)
+    a, b = generator.random(500) < 0.4, generator.random(500) < 0.4
+    same = paired_difference(accuracies(a), accuracies(a))
+    assert (same.value, same.low, same.high, same.p_value) == (0, 0, 0, 1)
+    # The 95 % interval of a true difference of zero holds zero about 95 times in 100.
+    held = 0
+    for seed in range(200):
+        draw = np.random.default_rng(seed + 10)
+        pair = accuracies(draw.random(200) < 0.5), accuracies(draw.random(200) < 0.5)
+        found = paired_difference(*pair, times=400, seed=seed)
+        held += found.low <= 0 <= found.high
+    assert 180 <= held <= 199
+    mean = paired_mean_difference([(accuracies(a), accuracies(b)), (accuracies(b), accuracies(a))], times=500)
+    assert mean.value == pytest.approx(0.0)
+    with pytest.raises(ValueError, match="only the same items"):
+        paired_difference(accuracies(a), accuracies(b[:-1]))
+
+
+def cell(model: str, task: str, **metrics: float) -> dict:
+    return {
+        "row": "cell",
+        "cell": f"{model}/{task}",
+        "model": model,
+        "task": task,
+        "metrics": metrics,
+        "standard_errors": {name: 0.01 for name in metrics},
+        "num_items": 10,
+        "num_items_in_set": 10,
+    }
+
+
+def test_the_table_marks_the_best_and_shows_chance_and_the_papers_numbers():
+    rows = []
+    for model, shift in (("one", 0.0), ("two", 0.1)):
+        for column in COLUMNS:
+            value = 0.3 + shift if column.is_accuracy else 20.0 + 10 * shift
+            existing = next((r for r in rows if r["model"] == model and r["task"] == column.task), None)
+            if existing:
+                existing["metrics"][column.metric] = value
+                existing["standard_errors"][column.metric] = 0.01
+            else:
+                rows.append(cell(model, column.task, **{column.metric: value, "bits_per_byte": 1.0}))
+    table = result_table(rows, "both")
+    text = markdown(table)
+    assert table.headings[:4] == ["", "chance", "one", "two"]
+    assert "paper: EFLA 340M" in table.headings and "paper: EFLA 1.3B" in table.headings
+    by_title = {line[0].text: line for line in table.lines}
+    assert by_title["Wiki. ppl"][2].is_best and not by_title["Wiki. ppl"][3].is_best  # lower is better
+    assert by_title["PIQA"][3].is_best and by_title["PIQA"][3].text == "40.0 ± 1.0"
+    assert by_title["BoolQ"][1].text == "62.2"
+    mean = by_title["mean of the 9"]
+    assert mean[2].text == "30.00 ± 0.33" and mean[3].is_best
+    assert [cell.text for cell in mean[4:]] == ["41.99", "43.11", "44.07", "43.90", "44.78", "50.47", "51.74"]
+    assert [cell.text for cell in by_title["average as printed"][4:6]] == ["42.0", "42.2"]
+    assert not any(cell.is_best for cell in by_title["Wiki. bits/byte"])  # equal: none is best
+    assert "**40.0 ± 1.0**" in text and "one standard error" in text
+    assert terminal(table).row_count == len(table.lines)
+
+
+def test_the_mean_needs_all_nine_and_partial_sets_are_named():
+    rows = [cell("m", "piqa", acc=0.5), cell("m", "sciq", acc=0.26), cell("n", "piqa", acc=math.nan)]
+    rows[0]["num_items_in_set"] = 1838
+    table = result_table(rows, "none")
+    assert [line[0].text for line in table.lines] == ["PIQA", "SciQ"]
+    assert table.lines[1][3].text == "–"  # noqa: RUF001
+    assert table.lines[0][3].text == "not finite"
+    assert any("Only the first items were scored of: piqa" in note for note in table.notes)
+    assert any("within two standard errors of chance" in note for note in table.notes)
