@@ -20,7 +20,7 @@ from efla.errors import unknown_name
 
 
 def bench(
-    what: Annotated[Literal["scan", "models"], tyro.conf.Positional] = "scan",
+    what: Annotated[Literal["scan", "models", "mad"], tyro.conf.Positional] = "scan",
     /,
     suite: tuple[str, ...] = (),
     threads: int | None = None,
@@ -34,8 +34,9 @@ def bench(
     Refuses to print a number if a backend is wrong. Nothing else should run meanwhile.
 
     Args:
-        what: The scan alone, or whole models.
+        what: The scan alone, whole models, or a training step of the MAD model.
         suite: Which parts to run, all by default. Scan: headline, rules, lengths, decode. Models: throughput, contexts.
+            Mad: step, scan.
         threads: Threads for every contender; default is torch's own number.
         rounds: How often each contender is timed; medians and quartiles are reported.
         json: Print rows as JSON instead of tables.

@@ -65,6 +65,11 @@ class Experiment(ABC, Generic[C]):
         """Check once, before any worker starts, what all cells need (data files, say); raise a clear error if absent."""
         return None
 
+    @property
+    def gpus_per_cell(self) -> float:
+        """What a cell asks of a Ray cluster; a share if several fit on one GPU."""
+        return 0.0
+
     def expected_seconds(self, cells: Sequence[Cell], threads: int) -> list[float] | None:
         """How long each of these cells will take at most, for the estimate before the start; ``None``: nobody knows."""
         return None

@@ -21,10 +21,10 @@ def run_on_ray(experiment: Experiment[Any], cells: Sequence[Cell], workers: int,
         raise RuntimeError("--executor ray needs the package ray: pip install 'efla[ray]'") from None
     started_here = not ray.is_initialized()
     if started_here:
-        local = {} if os.environ.get("RAY_ADDRESS") else {"num_cpus": workers * threads}
+        local: dict[str, Any] = {} if os.environ.get("RAY_ADDRESS") else {"num_cpus": workers * threads}
         ray.init(include_dashboard=False, log_to_driver=False, **local)
     try:
-        task = ray.remote(num_cpus=threads, max_retries=2)(_run_cell)
+        task = ray.remote(num_cpus=threads, num_gpus=experiment.gpus_per_cell, max_retries=2)(_run_cell)
         waiting = list(cells)
         running: dict[Any, Cell] = {}
         while waiting or running:

@@ -91,6 +91,8 @@ class MadConfig:
     groups: tuple[Group, ...] = field(metadata=GRID)
     folder: str | None = field(default=None, metadata=GRID)
     """Where the published data sets are on this machine."""
+    gpu_share: float = field(default=1.0, metadata=GRID)
+    """Part of a GPU that a cell asks of a Ray cluster."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "groups", tuple(Group(*group) for group in self.groups))
@@ -115,6 +117,8 @@ class MadConfig:
         for name, number in numbers.items():
             if number is not None and number < 1:
                 raise ValueError(f"{name} must be at least 1, got {number}")
+        if not 0 < self.gpu_share <= 1:
+            raise ValueError(f"gpu_share must lie above 0 and be at most 1, got {self.gpu_share}")
         if self.width % self.heads:
             raise ValueError(f"width {self.width} is not a multiple of {self.heads} heads")
         if self.width % 16:

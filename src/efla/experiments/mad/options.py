@@ -45,6 +45,8 @@ class Mad:
     """float32 (default on a CPU), or bfloat16 autocast with float32 weights (default on a GPU)."""
     device: str | None = None
     """cpu or cuda; default: a GPU for the reference profile if there is one, else the CPU."""
+    gpu_share: float = 1.0
+    """Part of a GPU that a run asks of a Ray cluster (--executor ray): 0.25 puts four on one."""
     backend: str = "auto"
     """Backend of the scan, see `efla doctor`."""
     bit_exact: bool = False
@@ -58,7 +60,7 @@ class Mad:
         config = profile(self.profile, folder=self.data, device=device)
         changes: dict[str, Any] = {
             "schedule": self.schedule, "backend": self.backend, "bit_exact": self.bit_exact,
-            "guarantee_probe": self.guarantee_probe,
+            "guarantee_probe": self.guarantee_probe, "gpu_share": self.gpu_share,
         }  # fmt: skip
         if self.precision is not None:
             changes["precision"] = self.precision

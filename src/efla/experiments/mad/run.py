@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
 
+import torch
+
 import efla
 from efla.data import mad
 from efla.data.mad import MadData, Setting
@@ -51,7 +53,13 @@ class Mad(Experiment[MadConfig]):
             for task, name, seed in sorted(wanted):
                 data_of(self.config, self.config.setting(task, name), seed)
 
-    def expected_seconds(self, cells: Sequence[Cell], threads: int) -> list[float]:
+    @property
+    def gpus_per_cell(self) -> float:
+        return self.config.gpu_share if self.config.device.startswith("cuda") else 0.0
+
+    def expected_seconds(self, cells: Sequence[Cell], threads: int) -> list[float] | None:
+        if self.config.device.startswith("cuda") and not torch.cuda.is_available():
+            return None  # the cells run elsewhere
         from efla.experiments.mad.speed import expected_seconds
 
         return expected_seconds(self.config, cells, threads)

@@ -1,0 +1,40 @@
+"""The benchmark of a MAD training step runs and compares backends that compute the same; no time is asserted."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from efla import cli
+from efla.bench import mad
+from efla.experiments.mad.config import profile
+from efla.experiments.mad.speed import stepper
+from efla.scans.backends import native
+
+pytestmark = pytest.mark.skipif(native.unavailable() is not None, reason=f"backend 'native' {native.unavailable()}")
+
+
+def test_every_suite_times_both_backends(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mad, "BATCH", 2)
+    monkeypatch.setattr(mad, "TASKS", ("compression", "memorization"))
+    groups = [group for suite in mad.SUITES.values() for group in suite(1, 1)]
+    assert [[m.contender for m in group] for group in groups] == [["native", "chunked"]] * 3
+    assert all(m.median > 0 for group in groups for m in group)
+
+
+def test_the_command_knows_the_benchmark(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["bench", "mad", "--suite", "steps"]) == 1
+    assert "step" in capsys.readouterr().err
+
+
+def test_a_timed_step_is_a_training_step_and_the_backends_agree_on_it() -> None:
+    from dataclasses import replace
+
+    torch.use_deterministic_algorithms(False)
+    losses = []
+    for backend in mad.BACKENDS:
+        config = replace(profile("quick"), backend=backend)
+        step = stepper(config, config.setting("in-context-recall", "short"), "exact-flow", 4)
+        losses.append([step() for _ in range(4)])
+    assert losses[0][-1] < losses[0][0]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-4)
