@@ -3,12 +3,14 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+GPU_VENV := .venv-gpu
+GPU_STAMP := $(GPU_VENV)/.installed
 # Real data sets, used when they lie beside the project; the commands fall back to embedded data without them.
 ifneq ($(wildcard ../shared/data),)
 export EFLA_DATA ?= $(abspath ../shared/data)
 endif
 
-.PHONY: setup demo test test-all test-browser test-sanitizers lint bench docs clean
+.PHONY: setup demo test test-all test-gpu-sim test-browser test-sanitizers lint bench docs clean
 
 setup: $(STAMP)
 
@@ -25,20 +27,33 @@ demo: setup
 	$(BIN)/efla report runs/demo-smnist runs/demo-exactness --output runs/demo-report.html
 
 test: setup
-	$(BIN)/python -m pytest -n 2 -m 'not slow and not browser' --durations=10
+	$(BIN)/python -m pytest -n 2 -m 'not slow and not browser and not gpu_sim' --durations=10
 
-test-all: setup test-sanitizers
-	$(BIN)/python -m pytest -n 2 --durations=20
+test-all: setup test-sanitizers test-gpu-sim
+	EFLA_FLA_PYTHON=$(abspath $(GPU_VENV))/bin/python $(BIN)/python -m pytest -n 2 -m 'not gpu_sim' --durations=20
+
+# The GPU backend without a GPU: kernels in Triton's interpreter, and compiled ahead of time. flash-linear-attention and
+# triton are installed into an environment of their own that sees the project's, so that the rest is tested without them.
+test-gpu-sim: $(GPU_STAMP)
+	TRITON_INTERPRET=1 FLA_CACHE_RESULTS=0 $(GPU_VENV)/bin/python -m pytest -n 2 -m gpu_sim --durations=10 tests/gpu
+
+$(GPU_STAMP): $(STAMP)
+	$(BIN)/python -m venv $(GPU_VENV)
+	$(GPU_VENV)/bin/python -c "import site, sys; open(site.getsitepackages()[0] + '/project.pth', 'w').write('import site; site.addsitedir(%r)' % sys.argv[1])" \
+		"$$($(BIN)/python -c 'import site; print(site.getsitepackages()[0])')"
+	$(GPU_VENV)/bin/python -m pip install --quiet --constraint constraints.txt 'flash-linear-attention==0.6.0' 'triton==3.7.1'
+	touch $(GPU_STAMP)
 
 # The report in headless Chromium (Debian: apt-get install chromium); skipped with the reason where there is none.
 test-browser: setup
 	$(BIN)/python -m pytest -m browser tests/report
 
-# The C++ kernels on random shapes against a naive implementation, under the address and undefined-behaviour sanitizers.
+# The C++ kernels on random shapes (the scan against a naive implementation), under the address and undefined-behaviour sanitizers.
 test-sanitizers:
 	cmake -S csrc -B build/sanitizers -DEFLA_BUILD_PYTHON=OFF -DEFLA_BUILD_FUZZ=ON -DEFLA_SANITIZE=ON
 	cmake --build build/sanitizers --parallel 2
 	build/sanitizers/efla_fuzz
+	build/sanitizers/efla_fuzz_rows
 
 lint: setup
 	$(BIN)/ruff check .
@@ -54,4 +69,4 @@ docs: setup
 	$(BIN)/mkdocs build --strict
 
 clean:
-	rm -rf build dist site runs .mypy_cache .ruff_cache .hypothesis
+	rm -rf build dist site runs $(GPU_VENV) .mypy_cache .ruff_cache .hypothesis

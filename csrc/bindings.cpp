@@ -7,6 +7,7 @@
 #include <nanobind/stl/vector.h>
 
 #include "eager.h"
+#include "rows.h"
 #include "runtime.h"
 #include "scan.h"
 
@@ -85,6 +86,63 @@ unsigned backward(int dtype, int rule, bool l2norm, double scale,               
   return efla::run_backward(p);
 }
 
+efla::NormProblem norm_problem(int dtype, uintptr_t x, uintptr_t weight, int64_t rows, int width, double factor, double eps) {
+  efla::NormProblem p;
+  p.dtype = efla::Dtype(dtype);
+  p.x = pointer(x), p.weight = pointer(weight);
+  p.rows = rows, p.width = width, p.factor = factor, p.eps = eps;
+  return p;
+}
+
+// x, y: [rows, width] dense; weight (0: ones) in the compute type.
+void norm_forward(int dtype, uintptr_t x, uintptr_t weight, uintptr_t y, int64_t rows, int width, double factor, double eps,
+                  int threads) {
+  efla::NormProblem p = norm_problem(dtype, x, weight, rows, width, factor, eps);
+  p.y = pointer(y);
+  nb::gil_scoped_release release;
+  efla::run_norm_forward(p, threads);
+}
+
+// dweight_parts: [groups, width] in the compute type, or 0.
+void norm_backward(int dtype, uintptr_t x, uintptr_t weight, uintptr_t dy, uintptr_t dx, uintptr_t dweight_parts,
+                   int64_t groups, int64_t rows, int width, double factor, double eps, int threads) {
+  efla::NormProblem p = norm_problem(dtype, x, weight, rows, width, factor, eps);
+  p.dy = pointer(dy), p.dx = pointer(dx), p.dweight_parts = pointer(dweight_parts), p.groups = groups;
+  nb::gil_scoped_release release;
+  efla::run_norm_backward(p, threads);
+}
+
+efla::ConvProblem conv_problem(int dtype, bool silu, uintptr_t x, int64_t x_b, int64_t x_t, uintptr_t weight, uintptr_t bias,
+                               uintptr_t past, uintptr_t cu_seqlens, int64_t B, int64_t T, int64_t N, int C, int W) {
+  efla::ConvProblem p;
+  p.dtype = efla::Dtype(dtype), p.silu = silu;
+  p.x = pointer(x), p.x_batch = x_b, p.x_token = x_t;
+  p.weight = pointer(weight), p.bias = pointer(bias), p.past = pointer(past);
+  p.cu_seqlens = pointer<const int64_t>(cu_seqlens);
+  p.batch = B, p.tokens = T, p.sequences = N, p.channels = C, p.width = W;
+  return p;
+}
+
+// x: [B, T, C] with contiguous channels; y dense; weight [W, C], bias [C], past [N, W - 1, C] in the compute type.
+void conv_forward(int dtype, bool silu, uintptr_t x, int64_t x_b, int64_t x_t, uintptr_t weight, uintptr_t bias, uintptr_t past,
+                  uintptr_t y, uintptr_t cu_seqlens, int64_t B, int64_t T, int64_t N, int C, int W, int threads) {
+  efla::ConvProblem p = conv_problem(dtype, silu, x, x_b, x_t, weight, bias, past, cu_seqlens, B, T, N, C, W);
+  p.y = pointer(y);
+  nb::gil_scoped_release release;
+  efla::run_conv_forward(p, threads);
+}
+
+// dweight_parts: [groups, W + 1, C], the last row of each the bias's; dpast as past, or 0.
+void conv_backward(int dtype, bool silu, uintptr_t x, int64_t x_b, int64_t x_t, uintptr_t weight, uintptr_t bias, uintptr_t past,
+                   uintptr_t dy, uintptr_t dx, uintptr_t dpast, uintptr_t dweight_parts, int64_t groups, uintptr_t cu_seqlens,
+                   int64_t B, int64_t T, int64_t N, int C, int W, int threads) {
+  efla::ConvProblem p = conv_problem(dtype, silu, x, x_b, x_t, weight, bias, past, cu_seqlens, B, T, N, C, W);
+  p.dy = pointer(dy), p.dx = pointer(dx), p.dpast = pointer(dpast), p.dweight_parts = pointer(dweight_parts);
+  p.groups = groups;
+  nb::gil_scoped_release release;
+  efla::run_conv_backward(p, threads);
+}
+
 std::string build_info() {
   return std::string("compiler ") + EFLA_COMPILER + "; flags " + EFLA_FLAGS + "; C++ " + std::to_string(__cplusplus);
 }
@@ -102,6 +160,15 @@ NB_MODULE(_native, m) {
       },
       nb::arg("cu_seqlens"), nb::arg("N"), nb::arg("T"), nb::arg("Hv"), nb::arg("K"), nb::arg("V"),
       "Elements (of the state's type) of the border-state buffer that forward fills for backward.");
+  m.def("norm_forward", &norm_forward, "Rows divided by the root of factor * sum of squares + eps, times weight.");
+  m.def("norm_backward", &norm_backward, "Gradients of norm_forward; the weight's in `groups` parts to be added.");
+  m.def("norm_groups", &efla::norm_groups, nb::arg("rows"));
+  m.def("conv_forward", &conv_forward, "Depthwise causal convolution, then SiLU.");
+  m.def("conv_backward", &conv_backward, "Gradients of conv_forward; the weight's and bias's in `groups` parts to be added.");
+  m.def(
+      "conv_groups",
+      [](uintptr_t cu_seqlens, int64_t N, int64_t T) { return efla::conv_groups(pointer<const int64_t>(cu_seqlens), N, T); },
+      nb::arg("cu_seqlens"), nb::arg("N"), nb::arg("T"));
   m.def("simd_levels", &efla::simd_levels, "Instruction sets this CPU can run, best first.");
   m.def("active_simd", &efla::active_simd, "The instruction set in use; EFLA_SIMD forces one.");
   m.def("set_simd", &efla::set_simd, nb::arg("name"));

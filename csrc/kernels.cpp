@@ -1,4 +1,5 @@
 // The table of entry points of this instruction-set build.
+#include "rows.h"
 #include "simd.h"
 
 namespace efla {
@@ -9,6 +10,10 @@ void decode(const Problem&, const Plan&, const Task&, unsigned*);
 size_t backward_scratch(const Problem&, const Plan&);
 void backward(const Problem&, const Plan&, const Task&, void*, unsigned*);
 void reduce(const Problem&, const Plan&, int64_t, int64_t);
+void norm_forward(const NormProblem&, int64_t, int64_t);
+void norm_backward(const NormProblem&, int64_t);
+void conv_forward(const ConvProblem&, int64_t);
+void conv_backward(const ConvProblem&, int64_t);
 }  // namespace EFLA_ISA
 
 #define EFLA_JOIN_(a, b) a##b
@@ -20,6 +25,7 @@ extern const Kernels EFLA_JOIN(kernels_, EFLA_ISA);
 const Kernels EFLA_JOIN(kernels_, EFLA_ISA) = {
     EFLA_TEXT(EFLA_ISA),         EFLA_ISA::forward_scratch, EFLA_ISA::forward, EFLA_ISA::decode,
     EFLA_ISA::backward_scratch, EFLA_ISA::backward,        EFLA_ISA::reduce,
+    EFLA_ISA::norm_forward,      EFLA_ISA::norm_backward,   EFLA_ISA::conv_forward, EFLA_ISA::conv_backward,
 };
 
 }  // namespace efla

@@ -101,6 +101,9 @@ struct Task {
   int part, column_part;
 };
 
+struct NormProblem;  // rows.h
+struct ConvProblem;
+
 // Entry points of one instruction-set build.
 struct Kernels {
   const char* name;
@@ -110,6 +113,10 @@ struct Kernels {
   size_t (*backward_scratch)(const Problem&, const Plan&);
   void (*backward)(const Problem&, const Plan&, const Task&, void* scratch, unsigned* status);
   void (*reduce)(const Problem&, const Plan&, int64_t begin, int64_t end);  // rows of [B * T]
+  void (*norm_forward)(const NormProblem&, int64_t begin, int64_t end);      // rows
+  void (*norm_backward)(const NormProblem&, int64_t group);
+  void (*conv_forward)(const ConvProblem&, int64_t item);
+  void (*conv_backward)(const ConvProblem&, int64_t group);
 };
 
 extern const Kernels kernels_portable;

@@ -7,8 +7,9 @@ import json
 import pytest
 
 from efla import cli
-from efla.bench import gate, models, scan, timing
+from efla.bench import gate, models, scan, smnist, timing
 from efla.bench.plot import plot_lengths
+from efla.experiments.smnist_robustness.speed import Stepper
 from efla.scans.backends import chunked, native
 
 TINY = scan.Size(1, 24, 1, 16)
@@ -95,3 +96,14 @@ def test_models_are_compared_at_matched_size_and_their_state_is_what_the_formula
 def test_an_unknown_suite_is_named(capsys):
     assert cli.main(["bench", "models", "--suite", "thruput"]) == 1
     assert "known suites: throughput, contexts" in capsys.readouterr().err
+
+
+@needs_native
+def test_the_classifier_is_timed_in_images_per_second(monkeypatch, capsys):
+    monkeypatch.setattr(gate, "check_contenders", lambda: None)
+    monkeypatch.setattr(smnist, "MAIN_ARMS", ("exact-flow",))
+    monkeypatch.setattr(smnist, "Stepper", lambda backend, arm: Stepper(backend, arm, length=196, batch=2))
+    assert cli.main(["bench", "smnist", "--rounds", "2", "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)["rows"]
+    assert [row["contender"] for row in rows] == ["native", "chunked"]
+    assert all(row["per_second"] == pytest.approx(2 / row["median"]) and 0 < row["scan_share"] < 1 for row in rows)

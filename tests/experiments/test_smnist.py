@@ -123,7 +123,7 @@ def test_the_energy_of_the_keys_starts_near_one_and_grows_with_the_square_of_the
     mixer = model.blocks[0].mixer
     for scale in (1, 16, 100, 200):
         embedded = model.embed((scale * x)[..., None]) + model.positions
-        keys = torch.nn.functional.silu(mixer.convs[1](mixer.k(embedded)))
+        keys, _ = mixer.convs[1](mixer.k(embedded))
         largest[scale] = float(keys.detach().square().sum(-1).max())
     assert 0.3 < largest[1] < 3
     assert 1e2 < largest[16] < 1e3
@@ -349,14 +349,10 @@ def test_the_grids_are_those_of_the_protocol() -> None:
     assert len(paper) == 125
 
 
-def test_the_speed_of_training_is_measured_per_backend() -> None:
-    from efla.experiments.smnist_robustness.speed import measure, stepper
+def test_speed_is_measured_over_whole_steps_and_the_scan_is_a_part_of_it() -> None:
+    from efla.experiments.smnist_robustness.speed import Stepper
 
-    step = stepper("chunked", length=196, batch=4)
-    assert step() > step(), "steps train"
-
-    found = measure("chunked", length=196, steps=2, batch=4)
-    assert found["backend"] == "chunked"
-    assert found["steps"] == 2
-    assert found["images_per_second"] == pytest.approx(4 * found["steps_per_second"])
-    assert 0 < found["scan_share"] < 1
+    step = Stepper("chunked", length=196, batch=4)
+    losses = [step() for _ in range(3)]
+    assert losses[2] < losses[0]
+    assert 0 < step.scan_share() < 1

@@ -31,6 +31,14 @@ class Measurement:
     high: float
     rounds: int
     useful_flops: float | None = None
+    items: float | None = None
+    """Images, tokens or whatever a call gets through."""
+    scan_share: float | None = None
+    """Part of the time that was spent in scans, where it was measured."""
+
+    @property
+    def per_second(self) -> float | None:
+        return None if self.items is None else self.items / self.median
 
     @property
     def gflops(self) -> float | None:
@@ -38,7 +46,7 @@ class Measurement:
         return None if self.useful_flops is None else self.useful_flops / self.median / 1e9
 
     def as_row(self) -> dict[str, object]:
-        return {**asdict(self), "gflops": self.gflops}
+        return {**asdict(self), "gflops": self.gflops, "per_second": self.per_second}
 
 
 @torch.no_grad()
@@ -50,6 +58,7 @@ def compare(
     rounds: int,
     useful_flops: float | None = None,
     flops_of: dict[str, float] | None = None,
+    items: float | None = None,
 ) -> list[Measurement]:
     """Time all contenders ``rounds`` times, one after the other in every round, after one unmeasured round.
 
@@ -70,6 +79,6 @@ def compare(
         quartiles = statistics.quantiles(times, n=4) if len(times) > 1 else times * 3
         flops = (flops_of or {}).get(name, useful_flops)
         measurements.append(
-            Measurement(work, name, threads, statistics.median(times), quartiles[0], quartiles[2], rounds, flops)
+            Measurement(work, name, threads, statistics.median(times), quartiles[0], quartiles[2], rounds, flops, items)
         )
     return measurements

@@ -20,7 +20,7 @@ from efla.errors import unknown_name
 
 
 def bench(
-    what: Annotated[Literal["scan", "models", "mad"], tyro.conf.Positional] = "scan",
+    what: Annotated[Literal["scan", "models", "smnist", "mad", "evaluation"], tyro.conf.Positional] = "scan",
     /,
     suite: tuple[str, ...] = (),
     threads: int | None = None,
@@ -34,9 +34,10 @@ def bench(
     Refuses to print a number if a backend is wrong. Nothing else should run meanwhile.
 
     Args:
-        what: The scan alone, whole models, or a training step of the MAD model.
+        what: The scan alone, whole models, a training step of the sequential MNIST classifier or of the MAD model, or the
+            scoring of multiple-choice questions (needs EFLA_DATA).
         suite: Which parts to run, all by default. Scan: headline, rules, lengths, decode. Models: throughput, contexts.
-            Mad: step, scan.
+            Smnist: training. Mad: step, scan. Evaluation: hellaswag.
         threads: Threads for every contender; default is torch's own number.
         rounds: How often each contender is timed; medians and quartiles are reported.
         json: Print rows as JSON instead of tables.
@@ -83,17 +84,24 @@ def bench(
 
 def comparison_table(group: list[Measurement]) -> Table:
     """One piece of work: each contender's time, spread and useful GFLOP/s, and how many times faster the first one is."""
-    table = Table("contender", "median", "quartiles", "GFLOP/s", "of sgemm", "ratio", title=group[0].work)
+    table = Table("contender", "median", "quartiles", "ratio", title=group[0].work)
+    rates, scans = any(m.items for m in group), any(m.scan_share for m in group)
+    flops = any(m.gflops for m in group)
+    for wanted, names in ((flops, ("GFLOP/s", "of sgemm")), (rates, ("per second",)), (scans, ("in scans",))):
+        for name in names if wanted else ():
+            table.add_column(name)
     sgemm = next((m.gflops for m in group if m.contender == "sgemm"), None)
     for m in group:
         gflops = None if m.contender == "softmax attention" else m.gflops
+        of_sgemm = None if gflops is None or sgemm is None or m.contender == "sgemm" else gflops / sgemm
         table.add_row(
             m.contender,
             _time(m.median),
             f"{_time(m.low)} - {_time(m.high)}",
-            "" if gflops is None else f"{gflops:.1f}",
-            "" if gflops is None or sgemm is None or m.contender == "sgemm" else f"{gflops / sgemm:.2f}",
             "" if m.contender == "sgemm" else f"{m.median / group[0].median:.2f}x",
+            *([_number(gflops, ".1f"), _number(of_sgemm, ".2f")] if flops else []),
+            *([_number(m.per_second, ",.0f")] if rates else []),
+            *([_number(m.scan_share, ".0%")] if scans else []),
         )
     return table
 
@@ -108,6 +116,10 @@ def processor_name() -> str:
                 name = line.split(":", 1)[1].strip()
                 break
     return f"{name} ({torch.backends.cpu.get_cpu_capability()})"
+
+
+def _number(value: float | None, style: str) -> str:
+    return "" if value is None else format(value, style)
 
 
 def _time(seconds: float) -> str:

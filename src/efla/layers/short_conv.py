@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from efla import rowwise
 from efla.errors import unknown_name
 from efla.layers.state import SequenceNeighbours
 
@@ -72,16 +73,21 @@ class ShortConvolution(nn.Module):
         if cu_seqlens is not None:
             if state is not None or output_state or mask is not None:
                 raise ValueError("packed sequences (cu_seqlens) take neither a state nor a padding mask; pad or pack")
-            return self._activate(self._packed(x, cu_seqlens)), None
+            flat = x.reshape(1, -1, x.shape[-1])
+            packed = rowwise.causal_conv(flat, self.weight[:, 0], self.bias, None, cu_seqlens, self._silu)
+            return (self._activate(self._packed(x, cu_seqlens)) if packed is None else packed.view_as(x)), None
         order = None if mask is None else _real_tokens_first(mask)
         if order is not None:
             x = _reorder(x, order)
-        if state is None:
-            window = functional.pad(x, (0, 0, self.kernel_size - 1, 0))  # [B, W - 1 + T, D]
-        else:
-            window = torch.cat([state.transpose(1, 2).to(x.dtype), x], dim=1)
-        y = self._activate(self._convolve(window))
-        new_state = self._last_inputs(window, mask) if output_state else None
+        y = rowwise.causal_conv(x, self.weight[:, 0], self.bias, state, None, self._silu)
+        new_state = None
+        if y is None or output_state:
+            if state is None:
+                window = functional.pad(x, (0, 0, self.kernel_size - 1, 0))  # [B, W - 1 + T, D]
+            else:
+                window = torch.cat([state.transpose(1, 2).to(x.dtype), x], dim=1)
+            y = self._activate(self._convolve(window)) if y is None else y
+            new_state = self._last_inputs(window, mask) if output_state else None
         if order is not None:
             y = _reorder(y, order.argsort(dim=1))
         return y, new_state
@@ -109,8 +115,12 @@ class ShortConvolution(nn.Module):
             y = torch.addcmul(y, shifted, weight[:, 0, -1 - shift])
         return (y if self.bias is None else y + self.bias.to(x.dtype)).view_as(x)
 
+    @property
+    def _silu(self) -> bool:
+        return self.activation == "silu"
+
     def _activate(self, y: Tensor) -> Tensor:
-        return functional.silu(y) if self.activation == "silu" else y
+        return functional.silu(y) if self._silu else y
 
     def _last_inputs(self, window: Tensor, mask: Tensor | None) -> Tensor:
         """The W - 1 inputs before the next token [B, D, W - 1], those of each row's own last real token."""

@@ -274,18 +274,19 @@ class EflaForCausalLM(EflaPreTrainedModel, GenerationMixin):
         logits_to_keep: int | Tensor = 0,
         skip_logits: bool | None = None,
         num_items_in_batch: int | Tensor | None = None,
-        shift_labels: Tensor | None = None,
         **kwargs: Any,
     ) -> CausalLMOutputWithPast:
         """Predict the next token. labels: [B, T], shifted here; -100 is not predicted.
 
-        shift_labels: [B, T], already shifted, in place of labels: what each token is to be followed by.
+        shift_labels (by keyword): [B, T], already shifted, in place of labels: what each token is to be followed by.
 
         skip_logits: with labels, compute the loss chunk by chunk and return ``logits=None``; default while training.
             A vocabulary of 32,000 then costs loss_chunk_size * 32,000 numbers, not B * T * 32,000.
         logits_to_keep: logits of the last so many tokens only (0: all), or of the positions given.
         Arguments otherwise as in :class:`EflaModel`. A packed sequence's first token is never a label.
         """
+        # Not a named parameter: transformers' Trainer would wait for it as for every one that is called a label.
+        shift_labels = kwargs.pop("shift_labels", None)
         source = input_ids if input_ids is not None else inputs_embeds
         if labels is not None and source is not None:
             B, T = source.shape[:2]

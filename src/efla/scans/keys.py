@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from efla import rowwise
+
 L2_EPSILON = 1e-6
 
 
@@ -34,13 +36,19 @@ def _squared_norm_backward(ctx, grad: Tensor) -> Tensor:  # type: ignore[no-unty
     return (2 * grad * norm).to(k.dtype)[..., None] * (k / norm.to(k.dtype)[..., None])
 
 
-@torch.library.custom_op("efla::l2_normalize", mutates_args=())
 def l2_normalize(x: Tensor) -> Tensor:
     """x / sqrt(x.x + 1e-6) over the last axis, as flash-linear-attention does; x: [..., D], float32 or float64."""
+    unit = rowwise.l2_norm(x, L2_EPSILON)
+    return l2_normalize_op(x) if unit is None else unit
+
+
+@torch.library.custom_op("efla::l2_normalize", mutates_args=())
+def l2_normalize_op(x: Tensor) -> Tensor:
+    """The same in torch's operations."""
     return x * _inverse_norm(x)
 
 
-@l2_normalize.register_fake
+@l2_normalize_op.register_fake
 def _(x: Tensor) -> Tensor:
     return torch.empty_like(x)
 
@@ -59,4 +67,4 @@ def _save_input_and_output(ctx, inputs, output) -> None:  # type: ignore[no-unty
 
 
 squared_norm.register_autograd(_squared_norm_backward, setup_context=_save_input_and_output)
-l2_normalize.register_autograd(_l2_normalize_backward, setup_context=_save_input_and_output)
+l2_normalize_op.register_autograd(_l2_normalize_backward, setup_context=_save_input_and_output)

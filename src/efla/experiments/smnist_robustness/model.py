@@ -15,7 +15,9 @@ from torch.nn import functional
 
 import efla
 from efla.experiments.smnist_robustness.config import ARMS, SmnistConfig
+from efla.layers import RMSNorm, ShortConvolution
 from efla.rules import get
+from efla.scans.keys import l2_normalize
 
 PARAMETERS = {("bare", 784): 68_298, ("bare", 196): 30_666}
 """Parameters of the ungated arms with one layer and one head; the same for each of them, asserted at every start."""
@@ -39,32 +41,6 @@ class Probe:
         return torch.cat([x.flatten() for x in seen])
 
 
-class RMSNorm(nn.Module):
-    """x / sqrt(mean(x^2) + 1e-6) * gain over the last axis."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(width))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return functional.rms_norm(x, (x.shape[-1],), self.weight, 1e-6)
-
-
-class CausalConv(nn.Module):
-    """Depthwise causal convolution of size 4: y_t = sum_j w_j x_{t-3+j}, zeros before the start. [B, T, D] -> [B, T, D]."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(width, 4))
-        nn.init.uniform_(self.weight, -0.5, 0.5)  # PyTorch's default for four inputs per output
-
-    def forward(self, x: Tensor) -> Tensor:
-        T, D = x.shape[1:]
-        # As a two-dimensional convolution on a channels-last view: several times faster on a CPU than conv1d.
-        y = functional.conv2d(x.transpose(1, 2)[:, :, None], self.weight[:, None, None], padding=(0, 3), groups=D)
-        return y[:, :, 0, :T].transpose(1, 2)
-
-
 class Mixer(nn.Module):
     """The shared shell of the delta-family mixers: q, k, v by projection, convolution and SiLU; scan; norm; Wo.
 
@@ -78,7 +54,7 @@ class Mixer(nn.Module):
         self.arm, self.heads, self.probe = ARMS[arm], H, probe
         self.backend, self.chunk_size = config.backend, config.chunk_size
         self.q, self.k, self.v = (nn.Linear(D, D, bias=False) for _ in range(3))
-        self.convs = nn.ModuleList(CausalConv(D) for _ in range(3)) if conv else None
+        self.convs = nn.ModuleList(ShortConvolution(D) for _ in range(3)) if conv else None
         self.beta = nn.Linear(D, H, bias=False)
         self.norm = RMSNorm(D // H) if norm else None
         self.out = nn.Linear(D, D, bias=False)
@@ -97,12 +73,14 @@ class Mixer(nn.Module):
     def forward(self, x: Tensor, q_scale: float = 1.0, k_scale: float = 1.0) -> Tensor:
         B, T, D = x.shape
         q, k, v = self.q(x), self.k(x), self.v(x)
-        if self.convs is not None:
-            q, k, v = (conv(y) for conv, y in zip(self.convs, (q, k, v), strict=True))
-        q, k, v = (functional.silu(y).view(B, T, self.heads, D // self.heads) for y in (q, k, v))
+        if self.convs is None:
+            q, k, v = (functional.silu(y) for y in (q, k, v))
+        else:
+            q, k, v = (conv(y)[0] for conv, y in zip(self.convs, (q, k, v), strict=True))
+        q, k, v = (y.view(B, T, self.heads, D // self.heads) for y in (q, k, v))
         k = k * k_scale if k_scale != 1.0 else k
-        q = _unit(q) * q_scale
-        k = _unit(k) if self.arm.l2_keys else k
+        q = l2_normalize(q) if q_scale == 1.0 else l2_normalize(q) * q_scale
+        k = l2_normalize(k) if self.arm.l2_keys else k
         beta = torch.sigmoid(self.beta(x))  # [B, T, H]
         self.probe.see(beta.detach() * k.detach().square().sum(-1))
         log_gate = None
@@ -232,7 +210,3 @@ def parameter_groups(model: nn.Module) -> ParameterGroups:
     for name, parameter in model.named_parameters():
         (groups.undecayed if name.endswith(("a_log", "dt_bias")) else groups.decayed).append(parameter)
     return groups
-
-
-def _unit(x: Tensor) -> Tensor:
-    return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6)

@@ -1,0 +1,111 @@
+// Norm over the last axis, and its gradient; as many rows at a time as a vector has lanes, so that their sums are one vector.
+//
+//     r = 1 / sqrt(factor sum(x^2) + eps),   y = r x w
+//     dx = r (g - factor (g.u) u)  with g = dy w, u = r x,      dw = sum over rows of dy u
+//
+// u is formed before anything is multiplied with it: r^3 alone would leave float32's range for norms beyond 1e12.
+#include <cmath>
+
+#include "convert.h"
+#include "rows.h"
+
+namespace efla::EFLA_ISA {
+namespace {
+
+template <class T> EFLA_INLINE Vec<T> inverse_root(Vec<T> sums, const NormProblem& p) {
+  Vec<T> r = sums * T(p.factor) + T(p.eps);
+  for (int i = 0; i < kLanes<T>; ++i) r[i] = T(1) / std::sqrt(r[i]);
+  return r;
+}
+
+template <class T> EFLA_INLINE Vec<T> weight_at(const NormProblem& p, int c) {
+  return p.weight ? load_some(static_cast<const T*>(p.weight) + c, p.width - c) : splat<T>(1);
+}
+
+// The sum of each of `count` rows of f(column), lane by lane; f(row, c) is the vector at column c.
+template <class T, class F> EFLA_INLINE Vec<T> row_sums(int count, int width, F f) {
+  Vec<T> v[kLanes<T>];
+  EFLA_UNROLL for (int i = 0; i < kLanes<T>; ++i) {
+    v[i] = Vec<T>{};
+    if (i < count)
+      for (int c = 0; c < width; c += kLanes<T>) v[i] += f(i, c);
+  }
+  return sum_each<T>(v);
+}
+
+template <class E> void forward_rows(const NormProblem& p, int64_t begin, int64_t end) {
+  using T = Compute<E>;
+  for (int64_t row = begin; row < end; row += kLanes<T>) {
+    const int count = int(end - row < kLanes<T> ? end - row : kLanes<T>);
+    const E* x = static_cast<const E*>(p.x) + row * p.width;
+    E* y = static_cast<E*>(p.y) + row * p.width;
+    const Vec<T> r = inverse_root<T>(row_sums<T>(count, p.width, [&](int i, int c) {
+      Vec<T> a = load_some(x + int64_t(i) * p.width + c, p.width - c);
+      return a * a;
+    }), p);
+    for (int i = 0; i < count; ++i)
+      for (int c = 0; c < p.width; c += kLanes<T>) {
+        const int64_t at = int64_t(i) * p.width + c;
+        store_some(y + at, load_some(x + at, p.width - c) * r[i] * weight_at<T>(p, c), p.width - c);
+      }
+  }
+}
+
+template <class E> void backward_rows(const NormProblem& p, int64_t begin, int64_t end, Compute<E>* dweight) {
+  using T = Compute<E>;
+  for (int64_t row = begin; row < end; row += kLanes<T>) {
+    const int count = int(end - row < kLanes<T> ? end - row : kLanes<T>);
+    const E* x = static_cast<const E*>(p.x) + row * p.width;
+    const E* dy = static_cast<const E*>(p.dy) + row * p.width;
+    E* dx = static_cast<E*>(p.dx) + row * p.width;
+    const Vec<T> r = inverse_root<T>(row_sums<T>(count, p.width, [&](int i, int c) {
+      Vec<T> a = load_some(x + int64_t(i) * p.width + c, p.width - c);
+      return a * a;
+    }), p);
+    const Vec<T> dot = row_sums<T>(count, p.width, [&](int i, int c) {
+      const int64_t at = int64_t(i) * p.width + c;
+      return load_some(x + at, p.width - c) * r[i] * (load_some(dy + at, p.width - c) * weight_at<T>(p, c));
+    }) * T(p.factor);
+    for (int c = 0; c < p.width; c += kLanes<T>) {
+      const Vec<T> w = weight_at<T>(p, c);
+      Vec<T> dw{};
+      for (int i = 0; i < count; ++i) {
+        const int64_t at = int64_t(i) * p.width + c;
+        const Vec<T> u = load_some(x + at, p.width - c) * r[i], g = load_some(dy + at, p.width - c);
+        dw += g * u;
+        store_some(dx + at, (g * w - u * dot[i]) * r[i], p.width - c);
+      }
+      if (dweight) store_some(dweight + c, load_some(dweight + c, p.width - c) + dw, p.width - c);
+    }
+  }
+}
+
+template <class E> void backward_group(const NormProblem& p, int64_t group) {
+  using T = Compute<E>;
+  T* dweight = p.dweight_parts ? static_cast<T*>(p.dweight_parts) + group * p.width : nullptr;
+  if (dweight)
+    for (int c = 0; c < p.width; ++c) dweight[c] = 0;
+  backward_rows<E>(p, p.rows * group / p.groups, p.rows * (group + 1) / p.groups, dweight);
+}
+
+}  // namespace
+
+void norm_forward(const NormProblem& p, int64_t begin, int64_t end) {
+  switch (p.dtype) {
+    case Dtype::float32: return forward_rows<float>(p, begin, end);
+    case Dtype::bfloat16: return forward_rows<Bfloat16>(p, begin, end);
+    case Dtype::float16: return forward_rows<Float16>(p, begin, end);
+    case Dtype::float64: return forward_rows<double>(p, begin, end);
+  }
+}
+
+void norm_backward(const NormProblem& p, int64_t group) {
+  switch (p.dtype) {
+    case Dtype::float32: return backward_group<float>(p, group);
+    case Dtype::bfloat16: return backward_group<Bfloat16>(p, group);
+    case Dtype::float16: return backward_group<Float16>(p, group);
+    case Dtype::float64: return backward_group<double>(p, group);
+  }
+}
+
+}  // namespace efla::EFLA_ISA

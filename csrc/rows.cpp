@@ -1,0 +1,109 @@
+// Splits the row-wise problems into pieces and runs them; the pieces depend on the shape only, never on the threads.
+#include "rows.h"
+
+#include <atomic>
+#include <stdexcept>
+#include <vector>
+
+#include "runtime.h"
+
+namespace efla {
+namespace {
+
+constexpr int64_t kMaxGroups = 64;
+constexpr int64_t kNormRows = 64;              // rows a thread takes at once
+constexpr double kElementsPerThread = 32768;   // below this a second thread costs more than it brings
+
+struct Loop {
+  void (*body)(const Kernels&, const void*, int64_t);
+  const void* problem;
+  const Kernels& kernels;
+  int64_t count;
+  std::atomic<int64_t> next{0};
+};
+
+void loop_body(void* argument) {
+  Loop& loop = *static_cast<Loop*>(argument);
+  for (int64_t i = loop.next.fetch_add(1); i < loop.count; i = loop.next.fetch_add(1)) loop.body(loop.kernels, loop.problem, i);
+}
+
+void run(const void* problem, void (*body)(const Kernels&, const void*, int64_t), int64_t count, double elements, int threads) {
+  Loop loop{body, problem, active_kernels(), count};
+  int64_t useful = int64_t(elements / kElementsPerThread) + 1;
+  useful = useful < count ? useful : count;
+  if (count) run_parallel(int(threads < useful ? threads : useful), loop_body, &loop);
+}
+
+void check(bool condition, const char* message) {
+  if (!condition) throw std::invalid_argument(message);
+}
+
+void check_conv(const ConvProblem& p) {
+  check(p.width >= 1 && p.width <= kMaxConvWidth, "the convolution's width must be between 1 and 16");
+  check(p.batch >= 0 && p.tokens >= 0 && p.channels >= 1, "sizes must not be negative");
+  if (!p.cu_seqlens) return check(p.sequences == p.batch, "without cu_seqlens there is one sequence per batch entry");
+  check(p.batch == 1 && p.sequences >= 0, "with cu_seqlens the batch size must be 1");
+  check(p.cu_seqlens[0] == 0 && p.cu_seqlens[p.sequences] == p.tokens, "cu_seqlens must start at 0 and end at T");
+  for (int64_t n = 0; n < p.sequences; ++n) check(p.cu_seqlens[n] <= p.cu_seqlens[n + 1], "cu_seqlens must not decrease");
+}
+
+int64_t pieces(int64_t tokens) { return (tokens + kConvTokens - 1) / kConvTokens; }
+
+std::vector<int64_t> item_offsets(const ConvProblem& p) {
+  std::vector<int64_t> offset(size_t(p.sequences) + 1);
+  for (int64_t n = 0; n < p.sequences; ++n)
+    offset[n + 1] = offset[n] + pieces(p.cu_seqlens ? p.cu_seqlens[n + 1] - p.cu_seqlens[n] : p.tokens);
+  return offset;
+}
+
+int64_t at_most(int64_t count, int64_t limit) { return count < 1 ? 1 : count < limit ? count : limit; }
+
+}  // namespace
+
+int64_t norm_groups(int64_t rows) { return at_most(rows / kNormRows, kMaxGroups); }
+
+int64_t conv_groups(const int64_t* cu_seqlens, int64_t sequences, int64_t tokens) {
+  int64_t items = cu_seqlens ? 0 : sequences * pieces(tokens);
+  for (int64_t n = 0; cu_seqlens && n < sequences; ++n) items += pieces(cu_seqlens[n + 1] - cu_seqlens[n]);
+  return at_most(items, kMaxGroups);
+}
+
+void run_norm_forward(const NormProblem& p, int threads) {
+  const auto body = [](const Kernels& kernels, const void* problem, int64_t i) {
+    const auto& q = *static_cast<const NormProblem*>(problem);
+    const int64_t end = (i + 1) * kNormRows;
+    kernels.norm_forward(q, i * kNormRows, end < q.rows ? end : q.rows);
+  };
+  run(&p, body, (p.rows + kNormRows - 1) / kNormRows, double(p.rows) * p.width, threads);
+}
+
+void run_norm_backward(const NormProblem& p, int threads) {
+  check(p.groups == norm_groups(p.rows), "groups must be norm_groups(rows)");
+  const auto body = [](const Kernels& kernels, const void* problem, int64_t i) {
+    kernels.norm_backward(*static_cast<const NormProblem*>(problem), i);
+  };
+  run(&p, body, p.groups, double(p.rows) * p.width, threads);
+}
+
+void run_conv_forward(ConvProblem p, int threads) {
+  check_conv(p);
+  const std::vector<int64_t> offset = item_offsets(p);
+  p.item_offset = offset.data();
+  const auto body = [](const Kernels& kernels, const void* problem, int64_t i) {
+    kernels.conv_forward(*static_cast<const ConvProblem*>(problem), i);
+  };
+  run(&p, body, offset.back(), double(p.batch) * p.tokens * p.channels, threads);
+}
+
+void run_conv_backward(ConvProblem p, int threads) {
+  check_conv(p);
+  check(p.groups == conv_groups(p.cu_seqlens, p.sequences, p.tokens), "groups must be conv_groups(cu_seqlens, N, T)");
+  const std::vector<int64_t> offset = item_offsets(p);
+  p.item_offset = offset.data();
+  const auto body = [](const Kernels& kernels, const void* problem, int64_t i) {
+    kernels.conv_backward(*static_cast<const ConvProblem*>(problem), i);
+  };
+  run(&p, body, p.groups, 3.0 * p.batch * p.tokens * p.channels, threads);
+}
+
+}  // namespace efla

@@ -1,0 +1,60 @@
+// What the layers around the scan ask for, row by row: a norm over the last axis and the short causal convolution.
+//
+// Plain data and declarations only, for the reason given in problem.h.
+#pragma once
+
+#include "problem.h"
+
+namespace efla {
+
+// y = x * weight / sqrt(factor * sum(x^2) + eps) for each of `rows` dense rows; weight and its gradient have the compute type.
+struct NormProblem {
+  Dtype dtype = Dtype::float32;
+  int64_t rows = 0;
+  int width = 0;
+  double factor = 1, eps = 0;
+  const void* x = nullptr;
+  const void* weight = nullptr;  // may be null: ones
+  void* y = nullptr;
+  const void* dy = nullptr;
+  void* dx = nullptr;
+  void* dweight_parts = nullptr;  // [groups][width], may be null
+  int64_t groups = 1;
+};
+
+// y_t = act( bias + sum_i weight[i] x_{t - W + 1 + i} ) in each channel; `past` holds the W - 1 inputs before the first.
+// weight, bias, past and the gradients of them have the compute type; y, dy, dx are dense.
+struct ConvProblem {
+  Dtype dtype = Dtype::float32;
+  bool silu = true;
+  int64_t batch = 0, tokens = 0, sequences = 0;
+  int channels = 0, width = 0;
+  const void* x = nullptr;
+  int64_t x_batch = 0, x_token = 0;  // strides in elements; channels are contiguous
+  const void* weight = nullptr;      // [W, C]
+  const void* bias = nullptr;        // [C] or null
+  const void* past = nullptr;        // [sequences, W - 1, C] or null: zeros
+  const int64_t* cu_seqlens = nullptr;
+  void* y = nullptr;
+  const void* dy = nullptr;
+  void* dx = nullptr;
+  void* dpast = nullptr;
+  void* dweight_parts = nullptr;  // [groups][W + 1, C]: weight, then bias
+  int64_t groups = 1;
+  const int64_t* item_offset = nullptr;  // [sequences + 1]: pieces of kConvTokens tokens
+};
+
+constexpr int kConvTokens = 64;
+constexpr int kConvColumns = 256;  // channels whose intermediate gradients are kept at once
+constexpr int kMaxConvWidth = 16;
+
+void run_norm_forward(const NormProblem& p, int threads);
+void run_norm_backward(const NormProblem& p, int threads);
+void run_conv_forward(ConvProblem p, int threads);
+void run_conv_backward(ConvProblem p, int threads);
+
+// How many partial sums of the weights' gradients there are; a function of the shape alone.
+int64_t norm_groups(int64_t rows);
+int64_t conv_groups(const int64_t* cu_seqlens, int64_t sequences, int64_t tokens);
+
+}  // namespace efla

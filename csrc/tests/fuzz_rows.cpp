@@ -1,0 +1,102 @@
+// Random shapes of the norm and of the short convolution at every SIMD level, in buffers exactly as large as their tensors.
+//
+//     efla_fuzz_rows [cases = 300] [seed = 1]        exits non-zero if levels disagree or an output was not written
+//
+// Values are compared with torch's in tests/layers/test_rowwise.py; this is for the sanitizers.
+#include <cmath>
+#include <cstdio>
+#include <cstdlib>
+#include <random>
+#include <string>
+#include <vector>
+
+#include "rows.h"
+#include "runtime.h"
+
+using namespace efla;
+
+namespace {
+
+std::mt19937_64 rng;
+int64_t pick(int64_t low, int64_t high) { return std::uniform_int_distribution<int64_t>(low, high)(rng); }
+
+using Buffer = std::vector<float>;
+Buffer drawn(int64_t n) {
+  Buffer b(static_cast<size_t>(n));
+  for (float& x : b) x = std::normal_distribution<float>()(rng);
+  return b;
+}
+Buffer unwritten(int64_t n) { return Buffer(static_cast<size_t>(n), NAN); }
+
+// `first` holds the results of the first level; later ones must be near.
+bool agree(const char* what, const Buffer& now, Buffer& first, const std::string& level) {
+  if (first.empty()) first = now;
+  for (size_t i = 0; i < now.size(); ++i) {
+    if (std::fabs(now[i] - first[i]) <= 1e-4f * (1 + std::fabs(first[i]))) continue;  // false for NaN
+    std::fprintf(stderr, "%s[%zu] at %s: %g, first level %g\n", what, i, level.c_str(), now[i], first[i]);
+    return false;
+  }
+  return true;
+}
+
+bool norm_case() {
+  NormProblem p;
+  p.rows = pick(0, 200), p.width = int(pick(1, 90)), p.eps = 1e-6, p.factor = pick(0, 1) ? 1.0 / p.width : 1.0;
+  p.groups = norm_groups(p.rows);
+  const Buffer x = drawn(p.rows * p.width), dy = drawn(p.rows * p.width), weight = drawn(p.width);
+  const bool weighted = pick(0, 1);
+  Buffer first[3];
+  for (const std::string& level : simd_levels()) {
+    set_simd(level);
+    Buffer y = unwritten(p.rows * p.width), dx = unwritten(p.rows * p.width), dw = unwritten(p.groups * p.width);
+    p.x = x.data(), p.dy = dy.data(), p.y = y.data(), p.dx = dx.data();
+    p.weight = weighted ? weight.data() : nullptr, p.dweight_parts = weighted ? dw.data() : nullptr;
+    run_norm_forward(p, int(pick(1, 3)));
+    run_norm_backward(p, int(pick(1, 3)));
+    if (!agree("y", y, first[0], level) || !agree("dx", dx, first[1], level)) return false;
+    if (weighted && !agree("dweight", dw, first[2], level)) return false;
+  }
+  return true;
+}
+
+bool conv_case() {
+  ConvProblem p;
+  const bool packed = pick(0, 1);
+  p.silu = pick(0, 1), p.channels = int(pick(1, 300)), p.width = int(pick(1, 7));
+  p.batch = packed ? 1 : pick(1, 3), p.tokens = pick(0, 150), p.sequences = packed ? pick(1, 5) : p.batch;
+  std::vector<int64_t> borders(size_t(p.sequences) + 1, 0);
+  for (int64_t n = 1; n <= p.sequences; ++n) borders[n] = n == p.sequences ? p.tokens : pick(borders[n - 1], p.tokens);
+  if (packed) p.cu_seqlens = borders.data();
+  p.x_token = p.channels + pick(0, 3), p.x_batch = p.tokens * p.x_token;
+  p.groups = conv_groups(p.cu_seqlens, p.sequences, p.tokens);
+  const int64_t size = p.batch * p.tokens * p.channels, held = p.sequences * (p.width - 1) * p.channels;
+  const int64_t gap = p.x_token - p.channels, rows = p.batch * p.tokens;
+  const Buffer x = drawn(rows ? rows * p.x_token - gap : 0), dy = drawn(size), past = drawn(held);
+  const Buffer weight = drawn(int64_t(p.width) * p.channels), bias = drawn(p.channels);
+  const bool has_past = pick(0, 1) && p.width > 1;
+  Buffer first[4];
+  for (const std::string& level : simd_levels()) {
+    set_simd(level);
+    Buffer y = unwritten(size), dx = unwritten(size), dw = unwritten(p.groups * (p.width + 1) * p.channels);
+    Buffer dpast(past.size(), 0.f);  // an empty sequence leaves its past as it is
+    p.x = x.data(), p.weight = weight.data();
+    p.bias = bias.data(), p.past = has_past ? past.data() : nullptr, p.dpast = has_past ? dpast.data() : nullptr;
+    p.y = y.data(), p.dy = dy.data(), p.dx = dx.data(), p.dweight_parts = dw.data();
+    run_conv_forward(p, int(pick(1, 3)));
+    run_conv_backward(p, int(pick(1, 3)));
+    if (!agree("y", y, first[0], level) || !agree("dx", dx, first[1], level)) return false;
+    if (!agree("dweight", dw, first[2], level) || !agree("dpast", dpast, first[3], level)) return false;
+  }
+  return true;
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  const int cases = argc > 1 ? std::atoi(argv[1]) : 300;
+  rng.seed(argc > 2 ? std::strtoull(argv[2], nullptr, 10) : 1);
+  for (int i = 0; i < cases; ++i)
+    if (!norm_case() || !conv_case()) return 1;
+  std::printf("%d norms and convolutions at %zu SIMD levels: all agree\n", cases, simd_levels().size());
+  return 0;
+}

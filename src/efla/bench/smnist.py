@@ -1,0 +1,31 @@
+"""A training step of the sequential MNIST classifier on each backend: images per second, and the scan's share of the time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+import torch
+
+from efla.bench.timing import Contender, Measurement, compare
+from efla.experiments.smnist_robustness.config import MAIN_ARMS
+from efla.experiments.smnist_robustness.speed import LENGTH, TRAIN_IMAGES, Stepper
+
+BACKENDS = ("native", "chunked")
+
+
+def training(threads: int, rounds: int) -> Iterator[list[Measurement]]:
+    """Forward, backward, clip and AdamW of the bare block on 128 images of 784 pixels, every main arm."""
+    for arm in MAIN_ARMS:
+        steppers = {backend: Stepper(backend, arm) for backend in BACKENDS}
+        batch = steppers["native"].batch
+        steps = TRAIN_IMAGES // batch
+        measured = compare(
+            f"sMNIST training step, {arm}, {batch} images of {LENGTH} (an epoch is {steps} steps)",
+            [Contender(backend, torch.enable_grad()(stepper)) for backend, stepper in steppers.items()],
+            threads=threads, rounds=rounds, items=batch,
+        )  # fmt: skip
+        yield [replace(m, scan_share=steppers[m.contender].scan_share()) for m in measured]
+
+
+SUITES: dict[str, Callable[[int, int], Iterator[list[Measurement]]]] = {"training": training}

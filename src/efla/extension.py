@@ -1,0 +1,40 @@
+"""The compiled module ``efla._native``, if it was built, running on torch's own threads."""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+from typing import Any
+
+import torch
+
+DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.float64: 3}
+"""The kernels' names of the element types they take."""
+
+module: Any = None
+try:
+    module = importlib.import_module("efla._native")
+except ImportError as error:  # built without a compiler, or for another Python
+    _import_error = str(error)
+
+
+def missing() -> str | None:
+    """Why the compiled module is not there, or ``None``."""
+    if module is None:
+        return f"was not built ({_import_error}): install a C++20 compiler and reinstall efla"
+    return None
+
+
+def _share_torch_threads() -> None:
+    """Let the kernels run on the OpenMP runtime that torch has loaded: a pool of their own would fight with it."""
+    folders = [Path(torch.__file__).parent / "lib", Path(torch.__file__).parent.parent / "torch.libs"]
+    for pattern in ("libgomp*.so*", "libiomp5*", "libomp*"):
+        for folder in folders:
+            for path in sorted(folder.glob(pattern)):
+                if module.set_parallel_runtime(str(path)):
+                    return
+    module.set_parallel_runtime("")
+
+
+if module is not None:
+    _share_torch_threads()

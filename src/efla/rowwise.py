@@ -1,0 +1,229 @@
+"""The norms and the short convolution around a scan, on the CPU kernels where they pay, in torch elsewhere.
+
+Torch spends more time on these than the native scan takes: each is a chain of passes over memory with a gradient of as
+many again. The kernels make one pass forwards and one backwards, and keep nothing but the inputs. Compiled, traced or
+transformed code, other devices and small tensors take torch's operations, and so does a gradient of a gradient.
+
+Shapes: R rows of width D; B batch, T tokens, C channels, W kernel width, N packed sequences.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from efla.extension import DTYPE_CODES
+from efla.extension import module as native
+
+_SMALL = 8192  # elements below which torch's own operations cost as little
+_MAX_CONV_WIDTH = 16
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """weight * x / sqrt(mean(x^2) + eps) over the last axis; x: [..., D], weight: [D]."""
+    if not _kernels_take(x, weight):
+        wide = wider(x)
+        return functional.rms_norm(x.to(wide), (x.shape[-1],), weight.to(wide), eps).to(x.dtype)
+    return _apply(_Norm, x, weight, 1 / x.shape[-1], eps)
+
+
+def l2_norm(x: Tensor, eps: float) -> Tensor | None:
+    """x / sqrt(x.x + eps) over the last axis, or ``None`` where the kernels do not apply; x: [..., D]."""
+    return _apply(_Norm, x, None, 1.0, eps) if _kernels_take(x) else None
+
+
+def causal_conv(
+    x: Tensor, weight: Tensor, bias: Tensor | None, past: Tensor | None, cu_seqlens: Tensor | None, silu: bool
+) -> Tensor | None:
+    """y_t = act( bias + sum_i weight[:, i] x_{t-W+1+i} ), or ``None`` where the kernels do not apply.
+
+    x, y: [B, T, C]; weight: [C, W]; bias: [C]; past: [N, C, W - 1], the inputs before the first; cu_seqlens: [N + 1], B = 1.
+    """
+    if not _kernels_take(x, weight, bias, past) or weight.shape[1] > _MAX_CONV_WIDTH:
+        return None
+    return _apply(_Conv, x, weight, bias, past, cu_seqlens, silu)
+
+
+def wider(x: Tensor) -> torch.dtype:
+    """float32, or x's dtype if that is wider: what sums are taken in."""
+    return torch.promote_types(x.dtype, torch.float32)
+
+
+def _kernels_take(x: Tensor, *others: Tensor | None) -> bool:
+    return (
+        native is not None
+        and not torch.compiler.is_compiling()
+        and x.device.type == "cpu"
+        and x.dtype in DTYPE_CODES
+        and x.numel() >= _SMALL
+        and all(t is None or type(t) in (Tensor, nn.Parameter) for t in (x, *others))
+        and not torch._C._len_torch_dispatch_stack()
+        and not torch._C._are_functorch_transforms_active()
+    )
+
+
+def _apply(function: type[torch.autograd.Function], *arguments: Any) -> Tensor:
+    result: Tensor = function.apply(*arguments)  # type: ignore[no-untyped-call]
+    return result
+
+
+class _Norm(torch.autograd.Function):
+    """weight * x / sqrt(factor * sum(x^2) + eps)."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor | None, factor: float, eps: float) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.factor, ctx.eps = factor, eps
+        rows, gain = x.contiguous(), _gain(weight, x)
+        y = torch.empty_like(rows)
+        native.norm_forward(
+            DTYPE_CODES[x.dtype], rows.data_ptr(), _address(gain), y.data_ptr(), *_shape(rows), factor, eps,
+            torch.get_num_threads(),
+        )  # fmt: skip
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        x, weight = ctx.saved_tensors
+        if torch.is_grad_enabled():  # create_graph: torch differentiates its own operations again
+            return (*_torch_gradients(_torch_norm, (x, weight), grad, ctx.factor, ctx.eps), None, None)
+        rows, grad, gain = x.contiguous(), grad.contiguous(), _gain(weight, x)
+        d_x = torch.empty_like(rows)
+        num_rows, width = _shape(rows)
+        groups = native.norm_groups(num_rows)
+        parts = None if gain is None else gain.new_empty(groups, width)
+        native.norm_backward(
+            DTYPE_CODES[x.dtype], rows.data_ptr(), _address(gain), grad.data_ptr(), d_x.data_ptr(), _address(parts),
+            groups, num_rows, width, ctx.factor, ctx.eps, torch.get_num_threads(),
+        )  # fmt: skip
+        return d_x, None if parts is None else parts.sum(0).to(weight.dtype), None, None
+
+
+class _Conv(torch.autograd.Function):
+    """The depthwise causal convolution with its activation."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        past: Tensor | None,
+        cu_seqlens: Tensor | None,
+        silu: bool,
+    ) -> Tensor:
+        ctx.save_for_backward(x, weight, bias, past, cu_seqlens)
+        ctx.silu = silu
+        call = _ConvCall(x, weight, bias, past, cu_seqlens, silu)
+        y = torch.empty(x.shape, dtype=x.dtype)
+        native.conv_forward(*call.inputs, y.data_ptr(), *call.sizes)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        x, weight, bias, past, cu_seqlens = ctx.saved_tensors
+        if torch.is_grad_enabled():
+            inputs = (x, weight, bias, past)
+            return (*_torch_gradients(torch_conv, inputs, grad, cu_seqlens, ctx.silu), None, None)
+        call, grad = _ConvCall(x, weight, bias, past, cu_seqlens, ctx.silu), grad.contiguous()
+        d_x = torch.empty(x.shape, dtype=x.dtype)
+        d_past = None if call.past is None else torch.zeros_like(call.past)  # [N, W - 1, C]
+        groups = native.conv_groups(call.borders, call.num_sequences, x.shape[1])
+        parts = call.weight.new_empty(groups, weight.shape[1] + 1, x.shape[2])
+        native.conv_backward(
+            *call.inputs, grad.data_ptr(), d_x.data_ptr(), _address(d_past), parts.data_ptr(), groups, *call.sizes
+        )
+        sums = parts.sum(0)
+        return (
+            d_x,
+            sums[:-1].t().to(weight.dtype),
+            None if bias is None else sums[-1].to(bias.dtype),
+            None if d_past is None or past is None else d_past.transpose(1, 2).to(past.dtype),
+            None,
+            None,
+        )
+
+
+class _ConvCall:
+    """What both directions hand to the kernels; holds the tensors that must outlive the call."""
+
+    def __init__(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        past: Tensor | None,
+        cu_seqlens: Tensor | None,
+        silu: bool,
+    ) -> None:
+        wide = wider(x)
+        self.x = x if x.stride(2) == 1 or x.shape[2] == 1 else x.contiguous()
+        self.weight = weight.to(wide).t().contiguous()  # [W, C]
+        self.bias = None if bias is None else bias.to(wide).contiguous()
+        self.past = None if past is None else past.to(wide).transpose(1, 2).contiguous()
+        self.cu_seqlens = None if cu_seqlens is None else cu_seqlens.to(torch.int64).contiguous()
+        self.borders = _address(self.cu_seqlens)
+        self.num_sequences = x.shape[0] if self.cu_seqlens is None else self.cu_seqlens.shape[0] - 1
+        self.inputs = (
+            DTYPE_CODES[x.dtype], silu, self.x.data_ptr(), self.x.stride(0), self.x.stride(1), self.weight.data_ptr(),
+            _address(self.bias), _address(self.past),
+        )  # fmt: skip
+        batch, length, channels = x.shape
+        self.sizes = (
+            self.borders, batch, length, self.num_sequences, channels, weight.shape[1], torch.get_num_threads(),
+        )  # fmt: skip
+
+
+def torch_conv(
+    x: Tensor, weight: Tensor, bias: Tensor | None, past: Tensor | None, cu_seqlens: Tensor | None, silu: bool
+) -> Tensor:
+    """What :func:`causal_conv` computes, as a sum of shifted products that torch can differentiate any number of times."""
+    batch, length, channels = x.shape
+    kernel = weight.shape[1]
+    wide = wider(x)
+    if cu_seqlens is None:
+        sequence = torch.arange(batch)[:, None].expand(batch, length)
+        position = torch.arange(length).expand(batch, length)
+    else:
+        token = torch.arange(length)[None]
+        sequence = torch.searchsorted(cu_seqlens.to(torch.int64), token, right=True) - 1
+        position = token - cu_seqlens.to(torch.int64)[sequence]
+    y = torch.zeros(batch, length, channels, dtype=wide) if bias is None else bias.to(wide).expand(x.shape)
+    for shift in range(kernel):
+        source = functional.pad(x.to(wide), (0, 0, shift, 0))[:, :length]
+        outside = (position < shift)[..., None]
+        if past is None:
+            source = source.masked_fill(outside, 0)
+        else:
+            before = past.to(wide).transpose(1, 2)[sequence, (position - shift).clamp(max=-1) + kernel - 1]
+            source = torch.where(outside, before, source)
+        y = y + source * weight.to(wide)[:, kernel - 1 - shift]
+    return (functional.silu(y) if silu else y).to(x.dtype)
+
+
+def _torch_norm(x: Tensor, weight: Tensor | None, factor: float, eps: float) -> Tensor:
+    wide = x.to(wider(x))
+    unit = wide * torch.rsqrt((wide * wide).sum(-1, keepdim=True) * factor + eps)
+    return (unit if weight is None else unit * weight.to(unit.dtype)).to(x.dtype)
+
+
+def _torch_gradients(function: Any, inputs: tuple[Tensor | None, ...], grad: Tensor, *rest: Any) -> list[Tensor | None]:
+    """Gradients that can be differentiated again, from torch's own formula of the same function."""
+    wanted = [t for t in inputs if t is not None and t.requires_grad]
+    found = iter(torch.autograd.grad(function(*inputs, *rest), wanted, grad, create_graph=True))
+    return [next(found) if t is not None and t.requires_grad else None for t in inputs]
+
+
+def _gain(weight: Tensor | None, x: Tensor) -> Tensor | None:
+    return None if weight is None else weight.to(wider(x)).contiguous()
+
+
+def _shape(rows: Tensor) -> tuple[int, int]:
+    return rows.numel() // rows.shape[-1], rows.shape[-1]
+
+
+def _address(x: Tensor | None) -> int:
+    return 0 if x is None else x.data_ptr()

@@ -1,0 +1,156 @@
+"""The CPU kernels around the scan against torch's own formulas in float64: values, gradients, and where they step aside."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+import torch
+from torch.nn import functional
+
+from efla import extension, rowwise
+from efla.layers import RMSNorm, ShortConvolution
+
+pytestmark = pytest.mark.skipif(extension.module is None, reason="efla._native was not built")
+
+# Units in the last place of the result's size; gradients of weights are sums over all rows.
+ROUNDING = {torch.float64: 2**-53, torch.float32: 2**-24, torch.float16: 2**-11, torch.bfloat16: 2**-8}
+
+
+@pytest.fixture(params=extension.module.simd_levels() if extension.module else [])
+def simd(request):
+    before = extension.module.active_simd()
+    extension.module.set_simd(request.param)
+    yield request.param
+    extension.module.set_simd(before)
+
+
+@pytest.fixture(autouse=True)
+def _any_size(monkeypatch):
+    monkeypatch.setattr(rowwise, "_SMALL", 0)
+
+
+def draw(*shape, dtype=torch.float64):
+    return torch.randn(shape, dtype=torch.float64).to(dtype).requires_grad_()
+
+
+def compare(found, inputs, expected, exact, dtype, slope=0.0):
+    """Values and gradients within 16 roundings of the largest entry, or of ``slope`` times the largest incoming gradient."""
+    grad = torch.randn_like(expected).to(dtype).double()
+    wanted = torch.autograd.grad(expected, exact, grad)
+    given = torch.autograd.grad(found, inputs, grad.to(dtype))
+    for a, b in zip((found, *given), (expected, *wanted), strict=True):
+        assert a.dtype == dtype
+        error, size = (a.double() - b).abs().max(), torch.maximum(b.abs().max(), slope * grad.abs().max())
+        assert error <= 16 * ROUNDING[dtype] * size, f"{error:.2e} of {size:.2e}"
+
+
+def unit_rows(x):
+    """x / |x|, and 1 / |x| of the shortest row: the size of the two terms that the gradient is a difference of."""
+    norm = (x.square().sum(-1, keepdim=True) + 1e-6).sqrt()
+    return x / norm, 1 / norm.detach().min()
+
+
+@pytest.mark.parametrize("dtype", ROUNDING, ids=str)
+@pytest.mark.parametrize("shape", [(1, 1), (3, 5), (37, 64), (2, 70, 3, 24), (5, 300), (130, 16)], ids=str)
+def test_norms_are_torch_s(simd, dtype, shape):
+    x, weight = draw(*shape, dtype=dtype), draw(shape[-1], dtype=dtype)
+    exact = [t.detach().double().requires_grad_() for t in (x, weight)]
+    expected = functional.rms_norm(exact[0], shape[-1:], exact[1], 1e-6)
+    unit, slope = unit_rows(exact[0])
+    compare(rowwise.rms_norm(x, weight, 1e-6), (x, weight), expected, exact, dtype, slope * weight.detach().abs().max())
+    compare(rowwise.l2_norm(x, 1e-6), (x,), unit, exact[:1], dtype, slope)
+
+
+@pytest.mark.parametrize("size", [1e-17, 1e-6, 1e17])
+def test_norms_of_tiny_and_huge_rows_keep_their_gradients(simd, size):
+    x = (draw(40, 32).detach() * size).float().requires_grad_()
+    exact = x.detach().double().requires_grad_()
+    unit, slope = unit_rows(exact)
+    compare(rowwise.l2_norm(x, 1e-6), (x,), unit, (exact,), torch.float32, slope)
+
+
+@pytest.mark.parametrize("dtype", ROUNDING, ids=str)
+@pytest.mark.parametrize(
+    ("batch", "length", "channels", "width"),
+    [(1, 1, 1, 4), (2, 3, 5, 4), (3, 150, 20, 4), (2, 64, 32, 2), (1, 131, 300, 7)],
+)
+@pytest.mark.parametrize("silu", [True, False], ids=["silu", "linear"])
+@pytest.mark.parametrize("extras", [(), ("bias", "past")], ids=["plain", "bias+past"])
+def test_the_convolution_is_torch_s(simd, dtype, batch, length, channels, width, silu, extras):
+    x, weight = draw(batch, length, channels, dtype=dtype), draw(channels, width, dtype=dtype)
+    bias = draw(channels, dtype=dtype) if "bias" in extras else None
+    past = draw(batch, channels, width - 1, dtype=dtype) if "past" in extras else None
+    inputs = [t for t in (x, weight, bias, past) if t is not None]
+    exact = [None if t is None else t.detach().double().requires_grad_() for t in (x, weight, bias, past)]
+    window = torch.zeros(batch, channels, width - 1, dtype=torch.float64) if exact[3] is None else exact[3]
+    window = torch.cat([window, exact[0].transpose(1, 2)], dim=2)
+    expected = functional.conv1d(window, exact[1][:, None], exact[2], groups=channels).transpose(1, 2)
+    expected = functional.silu(expected) if silu else expected
+    found = rowwise.causal_conv(x, weight, bias, past, None, silu)
+    compare(found, inputs, expected, [t for t in exact if t is not None], dtype)
+
+
+def test_packed_sequences_do_not_see_each_other(simd):
+    borders = [0, 0, 1, 4, 70, 70, 200]
+    x, weight, bias = draw(1, 200, 19), draw(19, 4), draw(19)
+    past = draw(len(borders) - 1, 19, 3)
+    found = rowwise.causal_conv(x, weight, bias, past, torch.tensor(borders, dtype=torch.int32), True)
+    alone = [
+        rowwise.torch_conv(x[:, a:b], weight, bias, past[n : n + 1], None, True)
+        for n, (a, b) in enumerate(pairwise(borders))
+    ]
+    compare(found, (x, weight, bias, past), torch.cat(alone, dim=1), (x, weight, bias, past), torch.float64)
+
+
+def test_strided_inputs_are_taken_as_they_are():
+    whole = draw(2, 90, 80)
+    x, weight = whole[..., 16:48], draw(32, 4)
+    expected = rowwise.torch_conv(x.contiguous(), weight, None, None, None, True)
+    compare(rowwise.causal_conv(x, weight, None, None, None, True), (whole,), expected, (whole,), torch.float64)
+    expected = rowwise._torch_norm(x, weight[:, 0], 1 / 32, 1e-6)
+    compare(rowwise.rms_norm(x, weight[:, 0], 1e-6), (whole,), expected, (whole,), torch.float64)
+
+
+def test_results_do_not_depend_on_the_number_of_threads():
+    x, weight, kernel = (
+        draw(3, 700, 64, dtype=torch.float32),
+        draw(64, dtype=torch.float32),
+        draw(64, 4, dtype=torch.float32),
+    )
+    results = []
+    for threads in (1, 2, 3):
+        torch.set_num_threads(threads)
+        y = rowwise.rms_norm(x, weight, 1e-6) + rowwise.causal_conv(x, kernel, None, None, None, True)
+        results.append((y, *torch.autograd.grad(y.square().sum(), (x, weight, kernel))))
+    for other in results[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
+
+
+def test_second_derivatives_go_through_torch():
+    x, weight, kernel = draw(2, 9, 6), draw(6), draw(6, 3)
+    assert torch.autograd.gradgradcheck(lambda x, w: rowwise.rms_norm(x, w, 1e-6), (x, weight))
+    assert torch.autograd.gradgradcheck(lambda x: rowwise.l2_norm(x, 1e-6), (x,))
+    assert torch.autograd.gradgradcheck(
+        lambda x, w: rowwise.causal_conv(x, w, None, None, None, True), (x, kernel), atol=1e-6
+    )
+
+
+def test_transformed_and_compiled_code_takes_torch_s_operations():
+    norm, conv, x = RMSNorm(8).double(), ShortConvolution(8).double(), draw(2, 5, 8)
+    assert rowwise.causal_conv(torch.empty(2, 5, 8, device="meta"), conv.weight[:, 0], None, None, None, True) is None
+    torch.testing.assert_close(torch.func.vmap(norm)(x), norm(x))
+    y, tangent = torch.func.jvp(lambda x: conv(x)[0], (x.detach(),), (x.detach(),))
+    torch.testing.assert_close(y, conv(x)[0])
+    assert tangent.shape == x.shape
+    compiled = torch.compile(lambda x: norm(conv(x)[0]), fullgraph=True, backend="eager")
+    torch.testing.assert_close(compiled(x), norm(conv(x)[0]))
+
+
+def test_a_nan_stays_in_its_row_and_window():
+    x = draw(1, 40, 16).detach()
+    x[0, 20, 3] = float("nan")
+    bad = rowwise.rms_norm(x, torch.ones(16, dtype=torch.float64), 1e-6).isnan()
+    assert bad[0, 20].all() and bad.sum() == 16
+    bad = rowwise.causal_conv(x, torch.ones(16, 4, dtype=torch.float64), None, None, None, True).isnan()
+    assert bad[0, 20:24, 3].all() and bad.sum() == 4
