@@ -9,8 +9,9 @@ same precision on the same inputs, plus one rounding band.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,9 +23,11 @@ from efla.scans.types import compute_dtype
 
 __all__ = [
     "KINDS",
+    "Deviation",
     "ScanInputs",
     "assert_close",
     "assert_matches_oracle",
+    "deviation",
     "make_inputs",
     "oracle",
     "run",
@@ -176,16 +179,27 @@ def _apply_kind(kind: str, k: Tensor, beta: Tensor, log_gate: Tensor) -> tuple[T
     return k, beta, log_gate
 
 
-def run(inputs: ScanInputs, backend: str, *, chunk_size: int = 64, gradients: bool = True) -> dict[str, Tensor]:
+def run(
+    inputs: ScanInputs,
+    backend: str | Callable[[ScanInputs], tuple[Tensor, Tensor]],
+    *,
+    chunk_size: int = 64,
+    gradients: bool = True,
+) -> dict[str, Tensor]:
     """Everything a call gives: "o", "final_state" and, as "grad_<input>", the gradient of each input.
 
+    ``backend`` is a name, or a differentiable function from the inputs to (o, final_state).
     The cotangents are random but the same for every backend and precision.
     """
+
+    def call(inputs: ScanInputs) -> tuple[Tensor, Tensor]:
+        return inputs.call(backend, chunk_size=chunk_size) if isinstance(backend, str) else backend(inputs)
+
     if not gradients:
-        o, state = inputs.call(backend, chunk_size=chunk_size)
+        o, state = call(inputs)
         return {"o": o, "final_state": state}
     leaves = {name: x.detach().clone().requires_grad_() for name, x in inputs.tensors().items()}
-    o, state = replace(inputs, **leaves).call(backend, chunk_size=chunk_size)  # type: ignore[arg-type]
+    o, state = call(replace(inputs, **leaves))  # type: ignore[arg-type]
     generator = torch.Generator().manual_seed(7)
     cotangents = [torch.randn(x.shape, generator=generator, dtype=torch.float64).to(x.device) for x in (o, state)]
     loss = sum((x.to(torch.float64) * c).sum() for x, c in zip((o, state), cotangents, strict=True))
@@ -217,28 +231,51 @@ def assert_close(
     honest: Mapping[str, Tensor],
     *,
     per_token: bool = False,
+    precision: torch.dtype | None = None,
 ) -> None:
     """Each tensor's error is at most twice that of ``honest``, a plain run in the same precision, plus a rounding band.
 
     Errors are measured against the tensor's largest entry, or, with ``per_token``, each row (last axis) against its own
     largest entry: the sterner measure, for inputs whose tokens differ by many orders of magnitude.
+    ``precision`` is the dtype whose rounding makes the band: by default each tensor's own.
     """
     problems = []
     for name, truth in expected.items():
-        value, reference = actual[name].detach(), honest[name]
-        if value.shape != truth.shape:
-            problems.append(f"{name}: shape {list(value.shape)}, expected {list(truth.shape)}")
+        if actual[name].shape != truth.shape:
+            problems.append(f"{name}: shape {list(actual[name].shape)}, expected {list(truth.shape)}")
             continue
-        if not torch.isfinite(value).all():
-            problems.append(f"{name}: {int((~torch.isfinite(value)).sum())} of {value.numel()} entries are not finite")
-            continue
-        error = _error(value, truth, per_token)
-        band = _BAND_ULPS[value.dtype] * torch.finfo(value.dtype).eps
-        budget = 2 * _error(reference, truth, per_token) + band
-        if not error <= budget:
-            problems.append(f"{name}: error {error:.2e}, budget {budget:.2e}")
+        found = deviation(actual[name], truth, honest[name], per_token=per_token, precision=precision)
+        if not found.is_within:
+            problems.append(f"{name}: {found}")
     if problems:
         raise AssertionError("; ".join(problems))
+
+
+class Deviation(NamedTuple):
+    """How far a tensor is from the truth, and how far it may be, relative to its largest entry."""
+
+    error: float
+    budget: float
+    not_finite: int = 0
+
+    @property
+    def is_within(self) -> bool:
+        return self.not_finite == 0 and self.error <= self.budget
+
+    def __str__(self) -> str:
+        if self.not_finite:
+            return f"{self.not_finite} entries are not finite"
+        return f"error {self.error:.2e}, budget {self.budget:.2e}"
+
+
+def deviation(
+    value: Tensor, truth: Tensor, honest: Tensor, *, per_token: bool = False, precision: torch.dtype | None = None
+) -> Deviation:
+    """One tensor's error and budget; see :func:`assert_close`."""
+    value = value.detach()
+    precision = value.dtype if precision is None else precision
+    budget = 2 * _error(honest, truth, per_token) + _BAND_ULPS[precision] * torch.finfo(precision).eps
+    return Deviation(_error(value, truth, per_token), budget, int((~torch.isfinite(value)).sum()))
 
 
 def _error(value: Tensor, truth: Tensor, per_token: bool) -> float:

@@ -14,6 +14,7 @@ from rich.table import Table
 
 import efla
 from efla.errors import BackendUnavailable
+from efla.gpu import conformance
 from efla.scans.backends import native
 from efla.testing import assert_matches_oracle, make_inputs
 
@@ -80,13 +81,20 @@ def check_backend(name: str) -> BackendReport:
     start = time.perf_counter()
     problem = None
     try:
-        for rule in ("efla", "gated_efla", "delta"):
-            assert_matches_oracle(make_inputs(rule, batch=1, length=65, initial_state=True), name)
-        assert_matches_oracle(make_inputs("gated_efla", packed=[1, 30, 17]), name)
-        assert_matches_oracle(make_inputs("efla", kind="mixed_norms", batch=1, length=40), name)
+        if name == "fla":  # on the GPU, in half precision, and within what that allows
+            conformance.self_check()
+        else:
+            _check_on_cpu(name)
     except (AssertionError, BackendUnavailable) as error:
         problem = str(error)
     return BackendReport(name, None, problem, time.perf_counter() - start)
+
+
+def _check_on_cpu(name: str) -> None:
+    for rule in ("efla", "gated_efla", "delta"):
+        assert_matches_oracle(make_inputs(rule, batch=1, length=65, initial_state=True), name)
+    assert_matches_oracle(make_inputs("gated_efla", packed=[1, 30, 17]), name)
+    assert_matches_oracle(make_inputs("efla", kind="mixed_norms", batch=1, length=40), name)
 
 
 def _version(package: str) -> str:

@@ -8,9 +8,9 @@ from torch import Tensor
 from efla import rules
 from efla.rules import UpdateRule
 from efla.scans import validation
-from efla.scans.backends import choose_backend, log_choice, native
+from efla.scans.backends import choose_backend, fla, log_choice, native
 from efla.scans.fused_ops import run_fused
-from efla.scans.keys import l2_normalize, squared_norm, widest
+from efla.scans.keys import l2_normalize, squared_norm
 from efla.scans.torch_ops import needs_gradient, run_scan, without_autocast
 from efla.scans.types import Backend, FusedRequest, ScanRequest, compute_dtype
 
@@ -76,9 +76,14 @@ def linear_attention(
         result = run_fused(fused, in_place=inplace_state)
         return result.o, result.final_state if output_final_state else None
     with without_autocast(k):
-        if qk_l2norm:
-            q, k = l2_normalize(q.to(dtype)), l2_normalize(k.to(dtype))
-        log_decay, erase, write = _step_coefficients(update_rule, k.to(dtype), v, beta, log_gate)
+        if chosen.name == "fla" and k.numel() and not torch.compiler.is_compiling():
+            q, k, lam = fla.prepare_keys(q, k, qk_l2norm)
+        else:
+            if qk_l2norm:
+                q, k = l2_normalize(q.to(dtype)), l2_normalize(k.to(dtype))
+            lam = squared_norm(k.to(dtype))
+        lam = lam.repeat_interleave(v.shape[2] // k.shape[2], 2)
+        log_decay, erase, write = _step_coefficients(update_rule, lam, beta, log_gate, dtype)
     request = ScanRequest(
         q=q,
         k=k,
@@ -144,14 +149,12 @@ def scan(
 
 
 def _step_coefficients(
-    rule: UpdateRule, k: Tensor, v: Tensor, beta: Tensor | None, log_gate: Tensor | None
+    rule: UpdateRule, lam: Tensor, beta: Tensor | None, log_gate: Tensor | None, dtype: torch.dtype
 ) -> tuple[Tensor | None, Tensor | None, Tensor]:
-    """The rule's scalars [B, T, Hv] in k's dtype, worked out in the widest one: they are few, and stiff keys need it."""
-    wide = widest(k)
-    lam = squared_norm(k).repeat_interleave(v.shape[2] // k.shape[2], 2)
-    beta, log_gate = (None if x is None else x.to(wide) for x in (beta, log_gate))
+    """The rule's scalars [B, T, Hv] in ``dtype``, worked out in lam's, the widest: they are few, and stiff keys need it."""
+    beta, log_gate = (None if x is None else x.to(lam.dtype) for x in (beta, log_gate))
     log_decay, erase, write = rule.coefficients(beta, lam, log_gate)
-    return _convert(log_decay if rule.has_decay else None, erase if rule.has_erase else None, write, k.dtype)
+    return _convert(log_decay if rule.has_decay else None, erase if rule.has_erase else None, write, dtype)
 
 
 def _convert(

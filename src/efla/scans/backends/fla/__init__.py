@@ -20,11 +20,11 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from efla.scans.backends.fla.operations import is_one_tensor, run
+from efla.scans.backends.fla.operations import is_one_tensor, prepare_keys, run
 from efla.scans.backends.fla.requirements import supports, unavailable
 from efla.scans.types import ScanGradients, ScanRequest, ScanResult
 
-__all__ = ["backward", "forward", "name", "own_autograd", "saved_size", "supports", "unavailable"]
+__all__ = ["backward", "forward", "name", "own_autograd", "prepare_keys", "saved_size", "supports", "unavailable"]
 
 name = "fla"
 own_autograd = True

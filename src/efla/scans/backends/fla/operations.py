@@ -73,18 +73,18 @@ def run(request: ScanRequest, differentiable: bool) -> tuple[Tensor, Tensor]:
 def arguments(request: ScanRequest, operation: Operation) -> dict[str, Any]:
     """What the operation is called with: q, k, v and its own scalars.
 
-    The chunked kernels multiply in v's dtype and want q, k (float32 after an L2 norm), p and v alike. The recurrent ones
-    convert each to float32 on loading, so that p and write v need no rounding.
+    The chunked kernels multiply in v's dtype and want q, k, p and v alike. The recurrent ones convert each to float32 on
+    loading, so that p and write v need no rounding.
     """
-    operand = torch.float32 if operation.recurrent else request.v.dtype
     q, k, v, write = request.q, request.k, request.v, request.write
     log_decay = None if request.log_decay is None else request.log_decay.clamp(min=CLOSED)
+    if not operation.recurrent:
+        q, k = q.to(v.dtype), k.to(v.dtype)  # an L2 norm may have left them in float32
+    scale_rows = _scale_in_float32 if operation.recurrent else _load_scale_rows()
     if operation.family != "gated_delta_rule":  # the only one that takes grouped heads
         q, k = (_repeat_heads(x, v.shape[2]) for x in (q, k))
     if operation.family in ("simple_gla", "comba"):
-        v = (write[..., None] * v).to(operand)
-    if not operation.recurrent:
-        q, k = q.to(operand), k.to(operand)
+        v = scale_rows(v, write)
     if operation.family == "simple_gla":
         return {"q": q, "k": k, "v": v, "g": log_decay}
     if operation.family == "delta_rule":
@@ -96,14 +96,31 @@ def arguments(request: ScanRequest, operation: Operation) -> dict[str, Any]:
     # Comba erases p^T S from the state as it was before the decay.
     assert request.erase is not None
     erase = request.erase if log_decay is None else log_decay.exp() * request.erase
-    return {
-        "q": q,
-        "k": k,
-        "v": v,
-        "p": (erase[..., None] * k).to(operand),
-        "g": torch.zeros_like(write) if log_decay is None else log_decay,
-        "beta": torch.ones_like(write),
-    }
+    decay = torch.zeros_like(write) if log_decay is None else log_decay
+    return {"q": q, "k": k, "v": v, "p": scale_rows(k, erase), "g": decay, "beta": torch.ones_like(write)}
+
+
+def prepare_keys(q: Tensor, k: Tensor, qk_l2norm: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """q and k, normalised if asked for, in their dtype, and k.k: one pass over each, where torch takes several.
+
+    q, k: [B, T, Hk, K]; k.k: [B, T, Hk] in float64, of the keys before they are rounded.
+    """
+    from efla.scans.backends.fla import rows
+
+    if not qk_l2norm:
+        return q, k, rows.squared_norm(k)
+    k, lam = rows.l2_normalize(k)
+    return rows.l2_normalize(q)[0], k, lam
+
+
+def _load_scale_rows() -> Callable[[Tensor, Tensor], Tensor]:
+    from efla.scans.backends.fla.rows import scale_rows
+
+    return scale_rows
+
+
+def _scale_in_float32(x: Tensor, factor: Tensor) -> Tensor:
+    return factor[..., None] * x
 
 
 def is_one_tensor(erase: Tensor | None, write: Tensor) -> bool:

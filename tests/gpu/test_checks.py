@@ -1,0 +1,141 @@
+"""What gpu-check is made of, as far as it needs neither a GPU nor Triton."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from rich.console import Console
+
+from efla import testing
+from efla.cli import main
+from efla.commands import gpu_check
+from efla.gpu import conformance, roofline, throughput
+from efla.gpu.compile_kernels import CompiledKernel
+from efla.gpu.honest import honest_call
+from efla.gpu.resources import Resources, parse_amdgcn, parse_cuobjdump
+from efla.gpu.targets import TARGETS, get_target
+from efla.gpu.traffic import Traffic, total_bytes
+
+KERNEL = CompiledKernel(
+    target="gfx942", width=256, dtype="bfloat16", operation="chunk_comba", kernel="state_kernel", config="BV 32",
+    warps=2, stages=2, shared=4096, registers=100, spilled=0, seconds=1.0, problem=None,
+)  # fmt: skip
+
+
+def test_without_the_package_the_command_names_the_extra(capsys, monkeypatch):
+    monkeypatch.setattr(gpu_check, "missing", "needs flash-linear-attention: pip install 'efla[gpu]'")
+    assert main(["gpu-check"]) == 1
+    assert "efla[gpu]" in capsys.readouterr().err
+
+
+def test_bad_arguments_are_explained(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(gpu_check, "missing", None)
+    assert main(["gpu-check", "--targets", "sm_9"]) == 1
+    assert "did you mean 'sm_90'" in capsys.readouterr().err
+    (tmp_path / "there.json").write_text("precious")
+    assert main(["gpu-check", "--output", str(tmp_path / "there.json")]) == 1
+    assert (tmp_path / "there.json").read_text() == "precious"
+
+
+def test_resources_are_read_from_both_vendors_listings():
+    nvidia = "Function state_kernel:\n  REG:255 STACK:72 SHARED:0 LOCAL:0 CONSTANT[0]:640 TEXTURE:0"
+    assert parse_cuobjdump(nvidia) == (255, 72)
+    amd = "    .vgpr_count:     373\n    .vgpr_spill_count: 3\n"
+    assert parse_amdgcn(amd) == (373, 12)
+    with pytest.raises(ValueError, match="names no registers"):
+        parse_cuobjdump("cuobjdump fatal")
+    with pytest.raises(ValueError, match="names no registers"):
+        parse_amdgcn("")
+
+
+def test_what_does_not_fit_is_said():
+    amd = get_target("gfx942")
+    assert Resources(warps=4, stages=2, shared=65536, registers=512, spilled=0).excess(amd) is None
+    assert "shared memory 65,540 > 65,536" in Resources(4, 2, 65540, 100, 0).excess(amd)
+    assert "registers 130,560 > 65,536" in Resources(16, 2, 0, 255, 0).excess(TARGETS["sm_90"])
+
+
+def test_a_kernel_that_fits_in_another_configuration_is_fine(capsys):
+    too_big = replace(KERNEL, config="BV 64", shared=69632, problem="shared memory 69,632 > 65,536 bytes")
+    assert gpu_check.report_kernels(Console(soft_wrap=True), [too_big, KERNEL], details=True)
+    assert "69,632 > 65,536" in capsys.readouterr().out
+    assert not gpu_check.report_kernels(Console(soft_wrap=True), [too_big], details=False)
+    assert "fits in no configuration on gfx942 at width 256" in capsys.readouterr().out
+
+
+def test_bytes_are_counted_once_per_tensor():
+    x = torch.zeros(10, dtype=torch.bfloat16)
+    assert total_bytes([x, x, torch.zeros(3), "BV", 7, None]) == 20 + 12
+
+
+def test_the_roofline_is_bandwidth_over_bytes(capsys):
+    a100 = roofline.GPUS[0]
+    assert roofline.tokens_per_second(20390.0, a100) == pytest.approx(1e8)
+    assert roofline.forward_flops(128) == 10 * 64 * 128 + 6 * 128 * 128
+    assert roofline.is_memory_bound(5000, roofline.forward_flops(128), a100)
+    assert not roofline.is_memory_bound(500, roofline.forward_flops(128), a100)
+    rows = [Traffic(rule, "chunk_delta_rule", 128, 5000, 500, 10000, 500) for rule in ("delta", "efla")]
+    gpu_check.report_traffic(Console(soft_wrap=True), [rows[0], replace(rows[1], backward_around=4500.0)])
+    assert "1.25" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("rule", ["linear", "ssd", "efla", "gated_efla"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_the_honest_kernel_is_the_recurrence_with_its_roundings(rule, dtype):
+    """Close to the oracle, or its budget would be a blank cheque; not exact in half precision, or it would be none."""
+    for arguments in (
+        {"packed": [1, 0, 70], "initial_state": True},
+        {"length": 40, "value_heads": 4, "qk_l2norm": True},
+    ):
+        inputs = testing.make_inputs(rule, dtype=dtype, key_dim=8, value_dim=8, **arguments)
+        honest, expected = testing.run(inputs, honest_call), testing.oracle(inputs)
+        unit = torch.finfo(dtype).eps
+        errors = {name: testing.deviation(honest[name], truth, truth).error for name, truth in expected.items()}
+        assert max(errors.values()) < (60 if dtype == torch.float32 else 4) * unit
+        assert dtype == torch.float32 or errors["grad_k"] > unit / 16
+
+
+def test_the_conformance_check_sees_a_wrong_gradient():
+    inputs = testing.make_inputs("gated_efla", length=70, batch=1, dtype=torch.bfloat16)
+    assert all(found.is_within for found in conformance.check_case(inputs, backend="chunked").values())
+
+    class Wrong(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, grad):
+            return 1.05 * grad
+
+    def call(inputs):
+        return replace(inputs, v=Wrong.apply(inputs.v)).call("chunked")
+
+    found = conformance.check_case(inputs, backend=call)
+    assert {name for name, deviation in found.items() if not deviation.is_within} == {"grad_v"}
+
+
+def test_the_grid_measures_every_rule_and_work():
+    grid = list(
+        throughput.run_grid(
+            "cpu", widths=(16,), lengths=(64,), tokens=128, model_width=32, rounds=1, backend="chunked",
+            dtype=torch.float32,
+        )
+    )  # fmt: skip
+    assert {row.work for row in grid} == {"forward", "training", "decoding"}
+    assert len(grid) == 3 * len(throughput.RULES)
+    assert all(row.million_tokens > 0 for row in grid)
+    assert all(row.against_delta == 1 for row in grid if row.rule == "delta")
+    gpu_check.report_throughput(Console(), grid)
+
+
+def test_a_wrong_case_is_reported(capsys):
+    right = conformance.CaseResult("efla", "packed", 64, "bfloat16", "grad_k", 1e-3, 4e-3)
+    skipped = conformance.CaseResult("efla", "packed", 64, "float32", skipped="would multiply in TF32")
+    wrong = conformance.CaseResult("delta", "packed", 64, "bfloat16", "grad_k", 1.0, 4e-3, problem="grad_k: error 1.0")
+    assert gpu_check.report_conformance(Console(soft_wrap=True), [right, skipped])
+    assert "would multiply in TF32" in capsys.readouterr().out
+    assert not gpu_check.report_conformance(Console(soft_wrap=True), [right, wrong])
+    assert "WRONG" in capsys.readouterr().out
