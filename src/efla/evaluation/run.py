@@ -55,7 +55,13 @@ class Settings:
     @property
     def protocol(self) -> Record:
         """What must be the same for all rows of a folder: everything a score depends on."""
-        return {"limit": self.limit, "max_length": self.max_length, "dtype": self.dtype, "num_fewshot": 0}
+        return {
+            "limit": self.limit,
+            "max_length": self.max_length,
+            "tokenizer": self.tokenizer,
+            "dtype": self.dtype,
+            "num_fewshot": 0,
+        }
 
 
 def evaluate(models: Sequence[str], settings: Settings, output: Path, console: Console) -> list[Record]:

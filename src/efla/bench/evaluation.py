@@ -1,0 +1,92 @@
+"""HellaSwag scored from shared prefills against lm-evaluation-harness's plain path, same model, same items, same scores."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+import efla
+from efla.bench.timing import Contender, Measurement, compare
+from efla.evaluation import ByteTokenizer, local_data
+
+ITEMS = 32
+BATCH_TOKENS = 4096
+PLAIN_ROWS = (8, 16, 32)
+"""Batch sizes of the plain path; all are timed, so that the ratio can be read against its best."""
+AGREEMENT = 1e-4
+
+# Name -> what the model is; bytes as tokens, then the paper's vocabulary size with bytes' ids, where logits weigh more.
+MODELS: dict[str, dict[str, Any]] = {
+    "efla, bytes": {"rule": "efla", "vocab_size": 256},
+    "gated_efla, bytes": {"rule": "gated_efla", "vocab_size": 256},
+    "softmax, bytes": {"mixers": ["softmax"], "vocab_size": 256},
+    "efla, vocabulary 32,000": {"rule": "efla", "vocab_size": 32_000},
+}
+
+
+def build(**fields: Any) -> Any:
+    """A decoder of 4 layers of 256, randomly initialised."""
+    torch.manual_seed(0)
+    config = efla.EflaConfig(
+        hidden_size=256,
+        num_hidden_layers=4,
+        num_heads=4,
+        num_attention_heads=4,
+        intermediate_size=768,
+        bos_token_id=0,
+        eos_token_id=0,
+        pad_token_id=0,
+        **fields,
+    )
+    return efla.EflaForCausalLM(config).eval()
+
+
+def hellaswag(threads: int, rounds: int) -> Iterator[list[Measurement]]:
+    """The first items of HellaSwag (needs EFLA_DATA) on each model: shared prefill first, then the plain path."""
+    from efla.evaluation import harness_tasks
+    from efla.evaluation.harness_model import HarnessModel
+
+    data = local_data.folder(None)
+    if data is None:
+        raise FileNotFoundError("the benchmark reads HellaSwag from a data folder: set EFLA_DATA")
+    harness_tasks.require_lm_eval()
+    with harness_tasks.quiet():
+        task = harness_tasks.load_task("hellaswag", data, ITEMS)
+        task.build_all_requests(rank=0, world_size=1)
+        requests = list(task.instances)
+    for name, fields in MODELS.items():
+        model = build(**fields)
+        tokenizer = ByteTokenizer()
+        options: dict[str, Any] = {"max_length": 2048, "batch_tokens": BATCH_TOKENS}
+        shared = HarnessModel(model, tokenizer, **options)
+        plain = {rows: HarnessModel(model, tokenizer, share=False, batch_size=rows, **options) for rows in PLAIN_ROWS}
+        _check(name, shared, next(iter(plain.values())), requests)
+        contenders = [Contender("shared prefill", _call(shared, requests))]
+        contenders += [Contender(f"plain, {rows} rows", _call(lm, requests)) for rows, lm in plain.items()]
+        work = f"HellaSwag, {ITEMS} items, {len(requests)} choices, 4 layers of 256: {name}"
+        yield compare(work, contenders, threads=threads, rounds=rounds)
+
+
+SUITES: dict[str, Callable[[int, int], Iterator[list[Measurement]]]] = {"hellaswag": hellaswag}
+
+
+def _call(lm: Any, requests: list[Any]) -> Callable[[], object]:
+    from efla.evaluation import harness_tasks
+
+    def call() -> object:
+        with harness_tasks.quiet():
+            return lm.loglikelihood(requests)
+
+    return call
+
+
+def _check(name: str, shared: Any, plain: Any, requests: list[Any]) -> None:
+    """No speed is reported if a score differs."""
+    found, expected = _call(shared, requests)(), _call(plain, requests)()
+    gap = max(abs(a[0] - b[0]) for a, b in zip(found, expected, strict=True))  # type: ignore[call-overload]
+    if gap > AGREEMENT:
+        raise RuntimeError(
+            f"{name}: the shared prefill differs from the plain path by {gap:.2g} nats; no speed is reported"
+        )
