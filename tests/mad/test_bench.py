@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -28,8 +30,6 @@ def test_the_command_knows_the_benchmark(capsys: pytest.CaptureFixture[str]) -> 
 
 
 def test_a_timed_step_is_a_training_step_and_the_backends_agree_on_it() -> None:
-    from dataclasses import replace
-
     torch.use_deterministic_algorithms(False)
     losses = []
     for backend in mad.BACKENDS:

@@ -46,7 +46,7 @@ def rows_of(
                             "token_accuracy_last": value, "test_loss": 0.1, "evaluations": evaluations, "backend": "native",
                             "timing": {"seconds_per_step": 0.2}, "wall_seconds": 10.0, "threads": 1,
                             "started": "2026-01-01T00:00:00", "versions": {}, "commit": "x", "machine": {},
-                            "config": to_record(profile("full")), "data": {"source": "generated, seed 12345"},
+                            "config": to_record(profile("full")), "data": {"source": "generated, seed 12345", "overlap": 0.0},
                         }  # fmt: skip
                         found.append(json.loads(dumps(row)))
     return found

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 
 import pytest
 
@@ -23,8 +24,6 @@ def test_an_instance_is_printed_with_each_target_below_its_position(
     monkeypatch.setenv("COLUMNS", "100")
     assert cli.main(["mad", "show", task, "--index", "2", *(["--training"] if training else [])]) == 0
     text = capsys.readouterr().out
-    from dataclasses import replace
-
     counts = (
         {"num_train_examples": 3, "num_test_examples": 1}
         if training

@@ -164,6 +164,7 @@ def test_a_cell_does_not_depend_on_the_number_of_workers_or_on_what_ran_before(t
     assert _stable_rows(tmp_path / "workers") == inline
 
 
+@pytest.mark.slow
 def test_a_ray_cluster_writes_the_same_rows(tmp_path: Path) -> None:
     pytest.importorskip("ray", reason="the optional package ray is not installed")
     config = _grid(_tiny(), ("memorization",), ("delta-l2", "exact-flow"))
@@ -211,3 +212,22 @@ def test_options_narrow_the_grid_and_refuse_unknown_names() -> None:
         MadOptions(profile="full", settings=("noise0.7",)).config()
     steps = MadOptions(steps=11).config()
     assert {steps.steps_of(steps.setting(task, "short")) for task in ("memorization", "compression")} == {11}
+
+
+def test_bfloat16_autocast_trains_with_float32_weights() -> None:
+    config = _tiny(precision="bfloat16", steps=40, evaluate_every=20, width=32)
+    data = _data("in-context-recall")
+    model = build(config, data.setting, "exact-flow", 0)  # type: ignore[attr-defined]
+    result = train(model, data, config, rate=3e-3, decay=0.0, seed=0, report=_quiet)  # type: ignore[arg-type]
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
+    assert result.diverged_at is None and result.scores[-1][1].loss < result.scores[0][1].loss
+
+
+def test_a_cell_on_a_gpu_asks_the_cluster_for_its_share_and_cannot_be_timed_without_one() -> None:
+    config = replace(_tiny(), device="cuda", gpu_share=0.25)
+    assert Mad(config).gpus_per_cell == 0.25
+    assert Mad(_tiny()).gpus_per_cell == 0.0
+    if not torch.cuda.is_available():
+        assert Mad(config).expected_seconds(Mad(config).cells(), 1) is None
+    with pytest.raises(ValueError, match="gpu_share"):
+        replace(config, gpu_share=0.0)

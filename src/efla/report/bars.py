@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from html import escape
 
@@ -73,8 +73,9 @@ def _bars(chart: Bars) -> str:
     return "".join(parts)
 
 
-def _bar(key: str, left: float, width: float, point: Point, y: object, bottom: float, numbered: bool) -> list[str]:
-    assert callable(y)
+def _bar(
+    key: str, left: float, width: float, point: Point, y: Callable[[float], float], bottom: float, numbered: bool
+) -> list[str]:
     top, middle = y(point.y), left + width / 2
     parts = [
         f'<rect style="fill:var(--c-{key})" x="{left:.1f}" y="{top:.1f}" width="{width:.1f}" height="{bottom - top:.1f}"/>'

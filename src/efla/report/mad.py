@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+from efla.data.mad.dataset import OVERLAP_WARNING
 from efla.experiments.framework.experiment import Record
 from efla.experiments.framework.records import number
 from efla.experiments.framework.statistics import Spread
@@ -168,10 +169,21 @@ def _not_concluded(rows: Sequence[Record], cells: Sequence[Record], profile: str
         found.append(
             f"Which arm is better at {names}: every arm solves the baseline (above 99 %), so nothing is left to tell."
         )
-    if {row["task"] for row in cells} & {"fuzzy-in-context-recall"} and not cells[0]["config"]["guarantee_probe"]:
+    if any(row["task"] == "fuzzy-in-context-recall" for row in cells) and not cells[0]["config"]["guarantee_probe"]:
         found.append(
             "That 100 % can be reached in fuzzy recall: about 2 % of its baseline instances ask for a motif never shown, as "
             "in the reference (--guarantee-probe shows it always)."
+        )
+    shared = sorted(
+        {
+            f"{TITLES[row['task']]} {row['setting']} ({row['data']['overlap']:.1%})"
+            for row in cells
+            if row["data"]["overlap"] > OVERLAP_WARNING
+        }
+    )
+    if shared:
+        found.append(
+            f"That nothing was learnt by heart in {', '.join(shared)}: so many test inputs also occur in training."
         )
     return found
 
