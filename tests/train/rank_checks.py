@@ -8,7 +8,12 @@ from pathlib import Path
 
 import torch
 
+sys.path.insert(0, str(Path(__file__).parent))
+
+from small import small
+
 from efla import EflaConfig, EflaForCausalLM
+from efla.train import loop
 from efla.train.engine import Engine
 from efla.train.step import num_labels, row_loss
 
@@ -70,8 +75,41 @@ def sequence_parallel(dtype: str, length: int, size: int):
     return results
 
 
+def train_runs(folder: str):
+    """Runs by every strategy, each against the one of a single process; and the first steps of one that moves on."""
+    runs = {
+        "ddp": {},
+        "ddp-async": {"async_save": True},
+        "ddp-checkpointing": {"gradient_checkpointing": True, "micro_rows": 1},
+        "fsdp": {"strategy": "fsdp"},
+        "fsdp-micro": {"strategy": "fsdp", "micro_rows": 1, "async_save": True},
+        "hsdp": {"strategy": "hsdp", "shard_size": 1},
+    }
+    for name, changes in runs.items():
+        loop.run(small(documents="reset", **changes), Path(folder) / name)
+    for name in ("ddp", "fsdp"):
+        for stop_after in (5, None):
+            config = small(documents="reset", strategy=name, stop_after=stop_after)
+            loop.run(config, Path(folder) / f"{name}-stopped")
+    loop.run(small(sequence_parallel=2), Path(folder) / "sequence")
+    train_first(str(Path(folder) / "moving"))
+    return {}
+
+
+def train_first(folder: str):
+    loop.run(small(documents="reset", strategy="fsdp", stop_after=4, keep=9), Path(folder))
+    return {}
+
+
+def train_rest(folder: str):
+    loop.run(small(documents="reset", strategy="fsdp", keep=9), Path(folder))
+    return {}
+
+
 if __name__ == "__main__":
     torch.set_num_threads(1)
     check, result_file, arguments = sys.argv[1:]
+    torch.distributed.init_process_group("gloo")  # once, for all runs of a check
     result = globals()[check](**json.loads(arguments))
     Path(result_file).write_text(json.dumps(result))
+    torch.distributed.destroy_process_group()

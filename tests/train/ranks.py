@@ -13,7 +13,7 @@ from typing import Any
 SCRIPT = Path(__file__).with_name("rank_checks.py")
 
 
-def run_ranks(check: str, world: int, folder: Path, **arguments: Any) -> list[dict[str, Any]]:
+def run_ranks(check: str, world: int, results: Path, **arguments: Any) -> list[dict[str, Any]]:
     """The results of all ranks; fails with the output of one that failed."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -29,7 +29,7 @@ def run_ranks(check: str, world: int, folder: Path, **arguments: Any) -> list[di
             "MASTER_PORT": str(port),
             "OMP_NUM_THREADS": "1",
         }
-        command = [sys.executable, str(SCRIPT), check, str(folder / f"{check}-{world}-{rank}.json")]
+        command = [sys.executable, str(SCRIPT), check, str(results / f"{check}-{world}-{rank}.json")]
         command += [json.dumps(arguments, default=str)]
         processes.append(
             subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
@@ -37,4 +37,4 @@ def run_ranks(check: str, world: int, folder: Path, **arguments: Any) -> list[di
     outputs = [process.communicate(timeout=240)[0] for process in processes]
     for process, output in zip(processes, outputs, strict=True):
         assert process.returncode == 0, output[-4000:]
-    return [json.loads((folder / f"{check}-{world}-{rank}.json").read_text()) for rank in range(world)]
+    return [json.loads((results / f"{check}-{world}-{rank}.json").read_text()) for rank in range(world)]

@@ -184,7 +184,10 @@ class Engine:
 
 
 def unwrap(model: nn.Module) -> nn.Module:
-    """The model under DDP's wrapper; FSDP2 leaves it as it is."""
+    """The model under DDP's wrapper, its weights sharded again where FSDP2 left them whole after a forward pass."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
     return cast(nn.Module, model.module) if isinstance(model, DistributedDataParallel) else model
 
 

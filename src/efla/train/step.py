@@ -6,7 +6,7 @@ Shapes: B rows of a micro-batch, T tokens of a row.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,14 +44,15 @@ def train_step(
     border: int | None = None,
     precision: str = "float32",
     engine: Engine | None = None,
-    stop: bool = False,
+    stop: Callable[[], bool] | None = None,
 ) -> StepResult:
     """AdamW on the mean next-token loss over ``micro_batches``, each [B, T] token ids; over all ranks of the engine.
 
         loss = (1 / labels) sum of -log p(next token),      gradient clipped to the global norm ``clip``
 
     The labels of all micro-batches and ranks are counted first, so that the gradient is that of the one mean whatever
-    the cut. border: token before which the memory is reset (``None``: it is carried over). stop: asks all ranks to stop.
+    the cut. border: token before which the memory is reset (``None``: it is carried over).
+    stop: asked at the end whether all ranks should stop.
     """
     engine = engine or Engine.alone()
     model.train()
@@ -65,7 +66,7 @@ def train_step(
             (loss * engine.world).backward()
         total += loss.detach()
     norm = _value(torch.nn.utils.clip_grad_norm_(model.parameters(), clip))
-    mean, stops = engine.sum([float(total), float(stop)])
+    mean, stops = engine.sum([float(total), float(stop is not None and stop())])
     applied = math.isfinite(mean) and math.isfinite(norm)
     if applied:
         set_rate(optimizer, rate)

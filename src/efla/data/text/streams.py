@@ -44,6 +44,15 @@ class TokenStream:
             place += 1
         return out
 
+    def slice(self, start: int, stop: int) -> TokenStream:
+        """The stream of tokens [start, stop), still of the same arrays."""
+        parts = []
+        for part, first in zip(self.parts, self.starts, strict=False):
+            low, high = max(start - int(first), 0), min(stop - int(first), len(part))
+            if low < high:
+                parts.append(part[low:high])
+        return TokenStream(*parts)
+
     def rows(self, offsets: Sequence[int] | NDArray[np.int64], length: int) -> Tensor:
         """Rows [len(offsets), length] of tokens that start at the offsets given."""
         out = np.empty((len(offsets), length), dtype=np.int64)

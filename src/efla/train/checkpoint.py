@@ -1,0 +1,255 @@
+"""Checkpoints that a run goes on from: sharded by PyTorch's distributed checkpoint, as safetensors, atomic, verified.
+
+    checkpoints/step-00000100/
+        shard-00001-...safetensors    weights and AdamW's averages, each rank its shard; read by any number of ranks
+        rank-00000.json               random states of a rank
+        state.json                    step, counters, the config
+        manifest.json                 size and SHA-256 of every other file, written last
+
+A checkpoint is written under a temporary name and renamed when it is whole: a kill leaves the one before usable.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import random
+import shutil
+import threading
+import warnings
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from safetensors import SafetensorError
+from torch import Tensor, nn
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import async_save, save
+
+from efla.data.text.shards import checksum
+from efla.experiments.framework.records import Record
+from efla.experiments.framework.rows import write_atomically
+from efla.train.engine import Engine, unwrap
+from efla.train.output import explain_write
+
+STATE, MANIFEST = "state.json", "manifest.json"
+_AVERAGES = ("exp_avg", "exp_avg_sq")
+
+
+class Checkpoints:
+    """The checkpoints of a run, written and read by all ranks together."""
+
+    def __init__(self, folder: Path, engine: Engine, *, keep: int = 2, keep_every: int = 0) -> None:
+        self.folder, self.engine, self.keep, self.keep_every = folder, engine, keep, keep_every
+        self._writing: threading.Thread | None = None
+        self._failure: BaseException | None = None
+        # A group of its own: an asynchronous save talks to the other ranks while training does too.
+        self._group = dist.new_group(backend="gloo") if engine.is_distributed else None
+
+    def saved(self) -> list[Path]:
+        """Whole checkpoints, oldest first."""
+        return sorted(path for path in self.folder.glob("step-*") if path.is_dir())
+
+    def latest(self) -> Path | None:
+        """The newest whole checkpoint; what an interrupted save left behind is cleared away."""
+        if self.engine.is_main:
+            for leftover in self.folder.glob(".step-*.tmp"):
+                shutil.rmtree(leftover)
+        newest = str(self.saved()[-1]) if self.saved() else None
+        found = self.engine.from_main(newest)
+        return None if found is None else Path(found)
+
+    def save(
+        self, step: int, model: nn.Module, optimizer: torch.optim.Optimizer, state: Record, *, wait: bool = True
+    ) -> None:
+        """Save; with ``wait=False`` only copy the tensors now and write them while training goes on."""
+        self.wait()
+        final = self.folder / f"step-{step:08d}"
+        temporary = self.folder / f".step-{step:08d}.tmp"
+        try:
+            if self.engine.is_main:
+                shutil.rmtree(temporary, ignore_errors=True)
+                temporary.mkdir(parents=True)
+            self.engine.barrier()
+            tensors = state_tensors(model, optimizer)
+            record = {**state, "step": step, "optimizer_steps": _optimizer_steps(optimizer)}
+            rank_file = temporary / f"rank-{self.engine.rank:05d}.json"
+            rank_file.write_text(json.dumps(_random_state(self.engine.device)))
+            writer = HuggingFaceStorageWriter(path=str(temporary), save_distributed=True)
+            if wait:
+                _write(tensors, writer, self._group)
+                self._finish(temporary, final, record)
+                self.engine.barrier()
+                return
+            future = _start_save(tensors, writer, self._group)
+        except OSError as error:
+            raise explain_write(error, self.folder) from error
+        self._writing = threading.Thread(target=self._finish_later, args=(future, temporary, final, record))
+        self._writing.start()
+
+    def wait(self) -> None:
+        """Until an asynchronous save is whole; raises what went wrong in it."""
+        if self._writing is not None:
+            self._writing.join()
+            self._writing = None
+            failure, self._failure = self._failure, None
+            if failure is not None:
+                raise explain_write(failure, self.folder) if isinstance(failure, OSError) else failure
+            self.engine.barrier()
+
+    def load(self, path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> Record:
+        """Read a checkpoint, written by any number of ranks, into the model and its optimizer; returns its state."""
+        problem = self.engine.from_main(verify(path) if self.engine.is_main else None)
+        if problem is not None:
+            raise ValueError(
+                f"the checkpoint {path} is damaged: {problem}. Remove that folder to go on from the one before it"
+            )
+        state: Record = json.loads((path / STATE).read_text())
+        tensors = state_tensors(model, optimizer)
+        reader = HuggingFaceStorageReader(str(path))
+        try:
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+                load(tensors, storage_reader=reader, process_group=self._group, no_dist=self._group is None)
+        except (CheckpointException, SafetensorError, RuntimeError, ValueError) as error:
+            raise ValueError(f"the checkpoint {path} does not fit this model: {_first_cause(error)}") from error
+        for group in optimizer.param_groups:
+            for p in group["params"]:
+                optimizer.state[p]["step"].fill_(state["optimizer_steps"])
+        own = path / f"rank-{self.engine.rank:05d}.json"
+        if own.exists():
+            _restore_random_state(json.loads(own.read_text()), self.engine.device)
+        return state
+
+    def _finish_later(self, future: Future[Any], temporary: Path, final: Path, record: Record) -> None:
+        try:
+            future.result()
+            self._finish(temporary, final, record)
+        except BaseException as error:
+            self._failure = error
+
+    def _finish(self, temporary: Path, final: Path, record: Record) -> None:
+        """The main rank's part, when every rank has written its shard: state, checksums, the rename, and the policy."""
+        if not self.engine.is_main:
+            return
+        write_atomically(temporary / STATE, (json.dumps(record) + "\n").encode())
+        files = {
+            file.name: {"bytes": file.stat().st_size, "sha256": checksum(file)} for file in sorted(temporary.iterdir())
+        }
+        for name in files:
+            _sync(temporary / name)
+        write_atomically(temporary / MANIFEST, (json.dumps(files, indent=1) + "\n").encode())
+        if final.exists() and verify(final) is None:  # the same step again, after an interruption: it is the same
+            shutil.rmtree(temporary)
+        else:
+            shutil.rmtree(final, ignore_errors=True)
+            os.replace(temporary, final)
+        _sync(self.folder)
+        for old in self.saved()[: -self.keep]:
+            number = int(old.name.removeprefix("step-"))
+            if not (self.keep_every and number % self.keep_every == 0):
+                shutil.rmtree(old)
+
+
+def verify(path: Path) -> str | None:
+    """What is wrong with a checkpoint's files, or ``None``."""
+    try:
+        manifest = json.loads((path / MANIFEST).read_text())
+    except (OSError, ValueError) as error:
+        return f"{MANIFEST} cannot be read ({error})"
+    for name, expected in manifest.items():
+        file = path / name
+        if not file.is_file():
+            return f"{name} is missing"
+        if file.stat().st_size != expected["bytes"]:
+            return f"{name} has {file.stat().st_size} bytes, expected {expected['bytes']}"
+        if checksum(file) != expected["sha256"]:
+            return f"{name} does not match its checksum"
+    return None
+
+
+def state_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """Weights and AdamW's averages by name; the tensors themselves, sharded where the model is."""
+    tensors: dict[str, Tensor] = {}
+    for name, p in unwrap(model).named_parameters():
+        tensors[f"model.{name}"] = p.detach()
+        for average in _AVERAGES:
+            tensors[f"optimizer.{name}.{average}"] = optimizer.state[p][average]
+    return tensors
+
+
+def _write(tensors: dict[str, Tensor], writer: Any, group: dist.ProcessGroup | None) -> Any:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # we know: one process
+        return save(tensors, storage_writer=writer, process_group=group, no_dist=group is None)
+
+
+def _start_save(tensors: dict[str, Tensor], writer: Any, group: dist.ProcessGroup | None) -> Future[Any]:
+    if group is not None:
+        return cast("Future[Any]", async_save(tensors, storage_writer=writer, process_group=group))
+    copies = {name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors.items()}
+    future: Future[Any] = Future()
+
+    def write() -> None:
+        try:
+            future.set_result(_write(copies, writer, None))
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=write).start()
+    return future
+
+
+def _optimizer_steps(optimizer: torch.optim.Optimizer) -> int:
+    steps = {int(optimizer.state[p]["step"]) for group in optimizer.param_groups for p in group["params"]}
+    assert len(steps) == 1, "every parameter is updated at every step"
+    return steps.pop()
+
+
+def _random_state(device: torch.device) -> Record:
+    kind, keys, *rest = np.random.get_state(legacy=True)
+    state: Record = {
+        "torch": _pack(torch.get_rng_state()),
+        "python": random.getstate(),
+        "numpy": [kind, keys.tolist(), *rest],  # type: ignore[union-attr]
+    }
+    if device.type == "cuda":
+        state["cuda"] = _pack(torch.cuda.get_rng_state(device))
+    return state
+
+
+def _restore_random_state(state: Record, device: torch.device) -> None:
+    torch.set_rng_state(_unpack(state["torch"]))
+    version, values, extra = state["python"]
+    random.setstate((version, tuple(values), extra))
+    kind, keys, *rest = state["numpy"]
+    np.random.set_state((kind, np.array(keys, dtype=np.uint32), *rest))
+    if device.type == "cuda" and "cuda" in state:
+        torch.cuda.set_rng_state(_unpack(state["cuda"]), device)
+
+
+def _pack(state: Tensor) -> str:
+    return base64.b64encode(state.numpy().tobytes()).decode()
+
+
+def _unpack(text: str) -> Tensor:
+    return torch.from_numpy(np.frombuffer(base64.b64decode(text), dtype=np.uint8).copy())
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _first_cause(error: BaseException) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[-1] if lines else type(error).__name__

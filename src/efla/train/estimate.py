@@ -1,0 +1,119 @@
+"""What a run will take, before it starts: parameters, state, operations, tokens, time and memory. Estimates say so."""
+
+from __future__ import annotations
+
+import os
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from efla.models import accounting
+from efla.train.config import TrainConfig
+
+# Dense bfloat16 peak of one device in TFLOP/s, from the makers' data sheets.
+DEVICES = {"a100": 312.0, "h100": 989.0, "h200": 989.0, "b200": 2250.0, "l40s": 362.0, "4090": 165.0}
+_UTILISATION = 0.4
+"""Share of a device's peak that training is assumed to reach; a guess, to be replaced by a measurement."""
+
+
+@dataclass(frozen=True)
+class Machines:
+    """What a run is to be estimated for. device: "here", or a name of ``DEVICES``."""
+
+    device: str = "here"
+    count: int | None = None
+    utilisation: float = _UTILISATION
+
+
+def estimate(config: TrainConfig, machines: Machines) -> dict[str, Any]:
+    """Facts and estimates of a run, in the order in which they are printed."""
+    model = config.model_config()
+    parameters = accounting.count_parameters(model)
+    world = machines.count or int(os.environ.get("WORLD_SIZE", "1"))
+    sequence = config.machine.sequence_parallel
+    micro = config.micro_rows(max(1, world // sequence))
+    # Softmax layers see half a row on average; the backward pass costs twice the forward.
+    flops = 3 * accounting.flops_per_token(model, config.data.length // 2)
+    if config.machine.gradient_checkpointing:
+        flops = flops * 4 // 3
+    peak = _peak_here() if machines.device == "here" else DEVICES[machines.device] * 1e12
+    seconds = flops * config.total_tokens / (peak * machines.utilisation * world)
+    sharded = {"fsdp": world, "hsdp": config.machine.shard_size or 1}.get(config.machine.strategy, 1)
+    weights = parameters * 16 / sharded  # float32 weights, gradients and AdamW's two averages
+    activations = activation_bytes(config, micro * config.data.length // sequence)
+    schedule = config.schedule()
+    corners = {0, schedule.warmup_steps - 1, schedule.warmup_steps, schedule.steps - 1}
+    steps = sorted(step for step in corners if 0 <= step < schedule.steps)
+    return {
+        "parameters": parameters,
+        "state_bytes_per_sequence": accounting.state_bytes(model),
+        "training_flops_per_token": flops,
+        "tokens_per_step": config.tokens_per_step,
+        "steps": config.optimizer.steps,
+        "tokens": config.total_tokens,
+        "training_flops": flops * config.total_tokens,
+        "rate_at_step": {str(step): schedule.rate(step) for step in steps},
+        "devices": f"{world} x {machines.device}",
+        "rows_of_a_forward_pass": micro,
+        "micro_batches_a_step": config.data.rows // max(1, world // sequence) // micro,
+        "assumed_flops_per_second_and_device": round(peak * machines.utilisation),
+        "estimated_hours": round(seconds / 3600, 3),
+        "estimated_memory_gb_per_device": round((weights + activations) / 1e9, 2),
+        "memory_of_this_machine_gb": round(_memory_here() / 1e9, 1),
+    }
+
+
+def activation_bytes(config: TrainConfig, tokens: int) -> float:
+    """Bytes kept for the backward pass of ``tokens`` tokens on a device, roughly.
+
+    Per block and token: the inputs of every linear map, convolution, norm and scan; with gradient checkpointing only
+    the block's input, and one block in full. Logits are held for loss_chunk_size tokens.
+    """
+    model = config.model_config()
+    size = 2 if config.optimizer.precision == "bfloat16" else 4
+    d, mlp = model.hidden_size, model.intermediate_size or 0
+    mixers: list[str] = list(model.mixers or [])
+    per_block = []
+    for mixer in mixers:
+        if mixer == "softmax":
+            width = 4 * model.num_attention_heads * (model.attention_head_dim or 0)
+        elif mixer == "mamba2":
+            width = 8 * model.mamba_expand * d
+        else:
+            keys = (model.num_key_heads or 0) * (model.head_dim or 0)
+            width = 3 * (2 * keys + 2 * model.num_heads * (model.value_head_dim or 0))
+        per_block.append(4 * 4 * d + size * (2 * d + width + 4 * mlp))
+    logits = 2 * 4 * min(tokens, model.loss_chunk_size) * model.vocab_size
+    if config.machine.gradient_checkpointing:
+        return tokens * (4 * d * len(mixers) + max(per_block)) + logits
+    return tokens * sum(per_block) + logits
+
+
+def _peak_here() -> float:
+    """Operations per second of one matrix product on this machine's device, measured."""
+    if torch.cuda.is_available():
+        name = torch.cuda.get_device_name().lower()
+        known = next((peak for key, peak in DEVICES.items() if key in name), None)
+        if known is not None:
+            return known * 1e12
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    size = 4096 if device.type == "cuda" else 1024
+    a = torch.randn(size, size, device=device)
+    best = 0.0
+    for _ in range(5):
+        start = time.perf_counter()
+        product = a @ a
+        float(product[0, 0])  # waits for the device
+        best = max(best, 2 * size**3 / (time.perf_counter() - start))
+    return best
+
+
+def _memory_here() -> float:
+    if torch.cuda.is_available():
+        return float(torch.cuda.get_device_properties(0).total_memory)
+    try:
+        return float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+    except (AttributeError, ValueError, OSError):
+        return float("nan")

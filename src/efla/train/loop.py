@@ -1,0 +1,310 @@
+"""The run: open or continue, train, validate, sample, save, and end with a model that can be used."""
+
+from __future__ import annotations
+
+import time
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from torch import Tensor, nn
+
+from efla.data.text.sampling import RowSampler
+from efla.data.text.source import TextData, kind_of, open_data, prepared_folder
+from efla.data.text.tokenizers import TextTokenizer, load_tokenizer
+from efla.train.checkpoint import Checkpoints
+from efla.train.config import TrainConfig
+from efla.train.display import Display
+from efla.train.engine import Engine
+from efla.train.export import export
+from efla.train.interruption import Interruption
+from efla.train.metrics import MetricsLog, rewind
+from efla.train.optimizer import build_optimizer
+from efla.train.output import OutputFolder, check_same
+from efla.train.samples import sample
+from efla.train.step import StepResult, train_step
+from efla.train.validation import Validation, validate
+
+MODEL, CHECKPOINTS, DATA = "model", "checkpoints", "data"
+
+
+@dataclass
+class Outcome:
+    """How a run ended: steps done of all, the last validation, steps skipped, and the process's exit code."""
+
+    steps: int
+    validation: Validation | None
+    skipped: int
+    exit_code: int
+    finished: bool = False
+
+
+def run(config: TrainConfig, output: Path, *, console: Console | None = None) -> Outcome:
+    """Train into ``output``, or go on with what is there; under torchrun together with the other ranks."""
+    if config.machine.threads is not None:
+        torch.set_num_threads(config.machine.threads)
+    engine = Engine.start(
+        strategy=config.machine.strategy,
+        device=config.machine.device,
+        shard_size=config.machine.shard_size,
+        sequence_parallel=config.machine.sequence_parallel,
+        timeout_minutes=config.machine.timeout_minutes,
+    )
+    try:
+        with OutputFolder(output, config, writes=engine.is_main), Interruption() as asked:
+            engine.barrier()
+            return Run(config, output, engine, console if engine.is_main else None).train(asked)
+    finally:
+        engine.close()
+
+
+class Run:
+    """One process's part of a run, from its folder's newest checkpoint if there is one."""
+
+    def __init__(self, config: TrainConfig, output: Path, engine: Engine, console: Console | None) -> None:
+        self.config, self.output, self.engine, self.console = config, output, engine, console
+        self.micro_rows = config.micro_rows(engine.data_world)
+        self.data = self._open_data()
+        self.tokenizer: TextTokenizer = load_tokenizer(self.data.tokenizer)
+        self.border = self.data.border if config.data.documents == "reset" else None
+        self.sampler = RowSampler(
+            self.data.train, config.data.length, config.data.rows, config.optimizer.seed, config.data.order
+        )
+        self.model = engine.wrap(self._build_model(), compile_blocks=config.machine.compile)
+        o = config.optimizer
+        self.optimizer = build_optimizer(self.model, weight_decay=o.weight_decay, betas=o.betas, eps=o.eps)
+        self.checkpoints = Checkpoints(
+            output / CHECKPOINTS, engine, keep=config.watch.keep, keep_every=config.watch.keep_every
+        )
+        self.step = 0
+        self.skipped = 0
+        self.saved_at = -1
+        self.validation: Validation | None = None
+        self._resume()
+        self.metrics: MetricsLog | None = None
+        if engine.is_main:
+            rewind(output, self.step)
+            self.metrics = MetricsLog(output, tensorboard=config.watch.tensorboard)
+
+    def train(self, asked: Interruption) -> Outcome:
+        """Do the steps that are left; ends early when a signal asks for it."""
+        schedule, steps = self.config.schedule(), self.config.optimizer.steps
+        self._log("start", world=self.engine.world, strategy=self.engine.strategy, data=self.data.digest)
+        with Display(self.console, steps, self.step, self.engine.device) as display, _Rows(self) as rows:
+            self.display = display
+            display.line(self._greeting())
+            stopped = self._is_enough()
+            while self.step < steps and not stopped:
+                clock = time.perf_counter()
+                batch = rows.take(self.step)
+                rate = schedule.rate(self.step)
+                result = train_step(
+                    self.model,
+                    self.optimizer,
+                    batch.split(self.micro_rows),
+                    rate=rate,
+                    clip=self.config.optimizer.clip,
+                    border=self.border,
+                    precision=self.config.optimizer.precision,
+                    engine=self.engine,
+                    stop=lambda: asked.signal is not None,
+                )
+                self.step += 1
+                self._after_step(result, rate, time.perf_counter() - clock)
+                stopped = result.stop or self._is_enough()
+                self._at_intervals(last=self.step == steps)
+            self.checkpoints.wait()
+            if stopped and self.step < steps:
+                self._save(wait=True)
+                name = (
+                    "--stop-after" if self._is_enough() else "a signal" if asked.signal is None else asked.signal.name
+                )
+                self._log("end", why=name)
+                display.line(f"stopped by {name} at step {self.step:,}, saved; the same command goes on from here")
+                code = 0 if self._is_enough() else asked.exit_code
+                return Outcome(self.step, self.validation, self.skipped, code)
+            export(self.model, self.tokenizer, self.output / MODEL, self.engine)
+            self._log("end", why="finished")
+            display.line(f"finished: {self.output / MODEL}")
+        if self.metrics is not None:
+            self.metrics.close()
+        return Outcome(self.step, self.validation, self.skipped, 0, finished=True)
+
+    def _after_step(self, result: StepResult, rate: float, seconds: float) -> None:
+        tokens_per_second = self.config.tokens_per_step / seconds
+        self._log(
+            "step",
+            loss=result.loss,
+            norm=result.norm,
+            rate=rate,
+            tokens=self.step * self.config.tokens_per_step,
+            applied=result.applied,
+            seconds=round(seconds, 6),
+            tokens_per_second=round(tokens_per_second, 1),
+        )
+        self.display.step(self.step, result.loss, rate, tokens_per_second)
+        if result.applied:
+            return
+        self.skipped += 1
+        rows = self.sampler.numbers(self.step - 1)
+        what = (
+            f"step {self.step}: loss {result.loss}, gradient norm {result.norm} is not finite "
+            f"(rows {rows[0]} to {rows[-1]}, rate {rate:.3g})"
+        )
+        policy = self.config.optimizer
+        if policy.nonfinite == "stop" or self.skipped > policy.max_skipped:
+            last = self.checkpoints.saved()
+            where = f"the last good checkpoint is {last[-1]}" if last else "no checkpoint was saved yet"
+            reason = "" if policy.nonfinite == "stop" else f", the {self.skipped}th such step (--max-skipped)"
+            self._log("end", why="not finite")
+            raise RuntimeError(
+                f"{what}{reason}; stopped before the weights changed, {where}. Lower --peak-rate, or look at the data"
+            )
+        self.display.line(f"{what}; the step was skipped ({self.skipped} so far)")
+
+    def _at_intervals(self, *, last: bool) -> None:
+        watch = self.config.watch
+        if last or _due(self.step, watch.validate_every):
+            self._validate()
+        if watch.sample_tokens and (last or _due(self.step, watch.sample_every)):
+            self._sample()
+        if last or _due(self.step, watch.save_every):
+            self._save(wait=last or not watch.async_save)
+
+    def _validate(self) -> None:
+        if len(self.data.validation) < 2:
+            return
+        found = validate(
+            self.model,
+            self.data.validation,
+            length=self.config.data.length,
+            rows=self.micro_rows,
+            limit=self.config.watch.validation_tokens or None,
+            border=self.border,
+            precision=self.config.optimizer.precision,
+            engine=self.engine,
+        )
+        self.validation = found
+        bits = found.bits_per_token
+        self._log("validation", loss=found.loss, bits_per_token=bits, perplexity=found.perplexity, tokens=found.tokens)
+        unit = "byte" if self.tokenizer.name == "bytes" else "token"
+        self.display.line(f"step {self.step:,}: validation loss {found.loss:.4f}, {bits:.4f} bits per {unit}")
+
+    def _sample(self) -> None:
+        watch = self.config.watch
+        text = sample(
+            self.model,
+            self.tokenizer,
+            watch.sample_prompt,
+            watch.sample_tokens,
+            engine=self.engine,
+            precision=self.config.optimizer.precision,
+        )
+        if text is not None:
+            self._log("sample", prompt=watch.sample_prompt, text=text)
+            self.display.line(f"step {self.step:,}: {watch.sample_prompt}{text}")
+
+    def _save(self, *, wait: bool) -> None:
+        if self.saved_at == self.step:
+            return
+        state = {"skipped": self.skipped, "fixed": self.config.fixed(), "data": self.data.digest}
+        self.checkpoints.save(self.step, self.model, self.optimizer, state, wait=wait)
+        self.saved_at = self.step
+
+    def _resume(self) -> None:
+        newest = self.checkpoints.latest()
+        if newest is None:
+            return
+        state = self.checkpoints.load(newest, self.model, self.optimizer)
+        check_same(state["fixed"], self.config.fixed(), str(newest))
+        if state["data"] != self.data.digest:
+            raise ValueError(
+                f"the text of --data {self.config.data.data} has changed since {newest} was saved "
+                f"(digest {state['data']} there, {self.data.digest} now); restore it or choose another --output"
+            )
+        self.step, self.skipped, self.saved_at = state["step"], state["skipped"], state["step"]
+
+    def _open_data(self) -> TextData:
+        options = self.config.data
+        folder = None
+        if kind_of(options.data) == "text":
+            folder = self.output / DATA
+            if self.engine.is_main:
+                if self.console is not None:
+                    self.console.print(f"preparing {options.data} into {folder}", highlight=False)
+                prepared_folder(options.data, options.tokenizer, folder)
+            self.engine.barrier()
+        verify = options.verify_data and self.engine.is_main
+        data = open_data(options.data, root=options.data_root, folder=folder, verify=verify)
+        self.engine.barrier()
+        return data
+
+    def _build_model(self) -> nn.Module:
+        """The same weights on every rank, from the seed; or those of a model folder."""
+        from efla.models.modeling_efla import EflaForCausalLM
+
+        model_config = self.config.model_config()
+        if self.data.vocab_size > model_config.vocab_size:
+            raise ValueError(
+                f"{self.data.name} has a vocabulary of {self.data.vocab_size} ({self.data.tokenizer}), the model "
+                f"{self.config.model.model} only {model_config.vocab_size}; use --set vocab_size={self.data.vocab_size}"
+            )
+        torch.manual_seed(self.config.optimizer.seed)
+        if (Path(self.config.model.model) / "config.json").is_file():
+            model: Any = EflaForCausalLM.from_pretrained(
+                self.config.model.model, config=model_config, dtype=torch.float32
+            )
+        else:
+            model = EflaForCausalLM(model_config)
+        if self.config.machine.gradient_checkpointing:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        return model  # type: ignore[no-any-return]
+
+    def _greeting(self) -> str:
+        parameters = sum(p.numel() for p in self.model.parameters())
+        where = f"{self.engine.world} x {self.engine.device.type}, {self.engine.strategy}"
+        begin = "from the start" if self.step == 0 else f"from step {self.step:,}"
+        return (
+            f"{self.config.model.model}: {parameters:,} parameters on {self.data.name} "
+            f"({len(self.data.train):,} tokens), {self.config.optimizer.steps:,} steps of "
+            f"{self.config.tokens_per_step:,} tokens, {where}, {begin}"
+        )
+
+    def _is_enough(self) -> bool:
+        limit = self.config.watch.stop_after
+        return limit is not None and self.step >= limit
+
+    def _log(self, event: str, **values: Any) -> None:
+        if self.metrics is not None:
+            self.metrics.write(event, self.step, **values)
+
+
+class _Rows:
+    """This rank's rows of each step, read one step ahead of time."""
+
+    def __init__(self, run: Run) -> None:
+        self.sampler, self.engine, self.steps = run.sampler, run.engine, run.config.optimizer.steps
+        self._pool = ThreadPoolExecutor(1)
+        self._next: tuple[int, Future[Tensor]] | None = None
+
+    def __enter__(self) -> _Rows:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._pool.shutdown(cancel_futures=True)
+
+    def take(self, step: int) -> Tensor:
+        rows = self._next[1].result() if self._next is not None and self._next[0] == step else self._read(step)
+        if step + 1 < self.steps:
+            self._next = (step + 1, self._pool.submit(self._read, step + 1))
+        return rows
+
+    def _read(self, step: int) -> Tensor:
+        return self.sampler.batch(step, self.engine.data_rank, self.engine.data_world)
+
+
+def _due(step: int, every: int) -> bool:
+    return every > 0 and step % every == 0

@@ -1,0 +1,101 @@
+"""Named configs: the paper's, the CPU protocol's, and tiny ones that run anywhere.
+
+tiny, MODEL-tiny              bytes of Python's documentation, about a minute on a laptop
+MODEL-340m-paper              512 rows of 2,048, 7,629 steps: 8.0 billion tokens of SlimPajama (spec lm.md 4)
+MODEL-1.3b-paper              1,024 rows of 2,048, 23,842 steps: 50.0 billion
+ARM-quick, ARM-full           the CPU protocol (spec lm.md 7.3)
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from efla import presets
+from efla.errors import unknown_name
+from efla.train.config import (
+    DataOptions,
+    MachineOptions,
+    ModelOptions,
+    OptimizerOptions,
+    TrainConfig,
+    WatchOptions,
+)
+
+_MODELS = [name.removesuffix("-tiny") for name in presets.names() if name.endswith("-tiny")]
+# Rows of 2,048 tokens a step, steps, and rows of one forward pass on an 80 GB device.
+_PAPER = {"340m": (512, 7_629, 16), "1.3b": (1_024, 23_842, 8)}
+_SLIMPAJAMA = "hf:cerebras/SlimPajama-627B"
+
+
+def names() -> list[str]:
+    """Names of all recipes."""
+    tiny = ["tiny", *(f"{model}-tiny" for model in _MODELS)]
+    paper = [f"{model}-{size}-paper" for size in _PAPER for model in _MODELS]
+    return [*tiny, *(f"{arm}-{profile}" for profile in ("quick", "full") for arm in presets.arms()), *paper]
+
+
+def get(name: str) -> TrainConfig:
+    """The config of that name."""
+    if name not in names():
+        raise unknown_name("recipe", name, names())
+    if name == "tiny":
+        return tiny("efla-tiny")
+    if name.endswith("-tiny"):
+        return tiny(name)
+    if name.endswith("-paper"):
+        return paper(*name.removesuffix("-paper").rsplit("-", 1))
+    return cpu_protocol(*name.rsplit("-", 1))
+
+
+def tiny(preset: str) -> TrainConfig:
+    """A minute on a laptop, with no download: 471,000 parameters on the bytes of Python's documentation."""
+    return TrainConfig(model=ModelOptions(model=preset))
+
+
+def paper(model: str, size: str) -> TrainConfig:
+    """The paper's recipe (spec lm.md 4), on SlimPajama by the Mistral tokenizer.
+
+    Convolutions start as the paper's code starts them (conv_init=normal); every other field is the preset's.
+    """
+    rows, steps, micro_rows = _PAPER[size]
+    return TrainConfig(
+        model=ModelOptions(model=f"{model}-{size}", set=("conv_init=normal",)),
+        data=DataOptions(data=_SLIMPAJAMA, tokenizer="mistral", length=2_048, rows=rows, order="shuffled"),
+        optimizer=OptimizerOptions(
+            steps=steps,
+            peak_rate=3e-4,
+            start_rate=3e-5,
+            final_rate=3e-5,
+            warmup_steps=1_024,
+            eps=1e-15,
+            precision="bfloat16",
+        ),
+        machine=MachineOptions(micro_rows=micro_rows),
+        watch=WatchOptions(
+            save_every=500,
+            keep=3,
+            async_save=True,
+            validate_every=500,
+            validation_tokens=4_194_304,
+            sample_every=500,
+            tensorboard=True,
+        ),
+    )
+
+
+def cpu_protocol(arm: str, profile: str) -> TrainConfig:
+    """One arm of the CPU protocol (spec lm.md 7.3), "quick" on Shakespeare or "full" on the novels."""
+    steps, length, validate_every, validation_tokens, corpus = {
+        "quick": (200, 256, 50, 32_768, "shakespeare"),
+        "full": (2_000, 512, 250, 131_072, "novels"),
+    }[profile]
+    config = tiny("efla-tiny")
+    return dataclasses.replace(
+        config,
+        model=ModelOptions(model=f"{arm}:{profile}"),
+        data=DataOptions(data=corpus, length=length, rows=8),
+        optimizer=OptimizerOptions(steps=steps),
+        watch=WatchOptions(
+            save_every=validate_every, validate_every=validate_every, validation_tokens=validation_tokens
+        ),
+    )

@@ -1,0 +1,124 @@
+"""Two and four processes over gloo compute what one does, and read each other's checkpoints."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from efla.train import loop
+from efla.train.engine import check_layout
+from efla.train.metrics import read_metrics
+
+from .ranks import run_ranks
+from .small import losses, small
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory) -> Path:
+    """The run of one process that all others are held to."""
+    folder = tmp_path_factory.mktemp("alone")
+    torch.set_num_threads(1)
+    loop.run(small(documents="reset"), folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def two_ranks(tmp_path_factory) -> Path:
+    """Runs of two processes: ddp, fsdp, hsdp with micro-batches and a checkpoint in between; see rank_checks.py."""
+    folder = tmp_path_factory.mktemp("two")
+    run_ranks("train_runs", 2, folder, folder=folder)
+    return folder
+
+
+@pytest.mark.parametrize("name", ["ddp", "ddp-async", "ddp-checkpointing", "fsdp", "fsdp-micro", "hsdp"])
+def test_two_ranks_have_the_losses_and_weights_of_one(name, alone, two_ranks):
+    assert losses(two_ranks / name) == pytest.approx(losses(alone), abs=1e-5)
+    ours, theirs = (load_file(folder / "model" / "model.safetensors") for folder in (two_ranks / name, alone))
+    assert ours.keys() == theirs.keys()
+    for key in ours:
+        torch.testing.assert_close(ours[key], theirs[key], rtol=1e-3, atol=1e-5)
+    validations = [
+        [r["loss"] for r in read_metrics(f) if r["event"] == "validation"] for f in (two_ranks / name, alone)
+    ]
+    assert validations[0] == pytest.approx(validations[1], abs=1e-5)
+
+
+@pytest.mark.parametrize("name", ["ddp", "fsdp"])
+def test_two_ranks_stopped_and_continued_are_bit_identical_to_undisturbed(name, two_ranks):
+    assert losses(two_ranks / f"{name}-stopped") == losses(two_ranks / name)
+    ours, theirs = (load_file(two_ranks / f / "model" / "model.safetensors") for f in (f"{name}-stopped", name))
+    assert all(torch.equal(ours[key], theirs[key]) for key in theirs)
+
+
+def test_rows_split_over_two_ranks_train_as_whole_rows(two_ranks, tmp_path):
+    loop.run(small(), tmp_path)
+    assert losses(two_ranks / "sequence") == pytest.approx(losses(tmp_path), abs=1e-5)
+
+
+def test_a_checkpoint_moves_from_two_ranks_to_one_and_back(alone, two_ranks):
+    """Steps 1 to 4 sharded over two ranks, 5 to 8 on one, the rest on two again: the losses of one process throughout."""
+    folder = two_ranks / "moving"
+    assert sorted(p.name for p in (folder / "checkpoints" / "step-00000004").glob("*.safetensors")) == [
+        "shard-00001-model-00001-of-00001.safetensors",
+        "shard-00002-model-00001-of-00001.safetensors",
+    ]
+    loop.run(small(documents="reset", stop_after=8, keep=9), folder)
+    run_ranks("train_rest", 2, two_ranks, folder=folder)
+    assert losses(folder) == pytest.approx(losses(alone), abs=1e-5)
+    starts = [(row["step"], row["world"]) for row in read_metrics(folder) if row["event"] == "start"]
+    assert starts == [(0, 2), (4, 1), (8, 2)]
+
+
+@pytest.mark.slow
+def test_a_checkpoint_moves_from_four_ranks_to_one_to_two(alone, tmp_path):
+    folder = tmp_path / "moving"
+    run_ranks("train_first", 4, tmp_path, folder=folder)
+    loop.run(small(documents="reset", stop_after=8, keep=9), folder)
+    run_ranks("train_rest", 2, tmp_path, folder=folder)
+    assert losses(folder) == pytest.approx(losses(alone), abs=1e-5)
+
+
+@pytest.mark.slow
+def test_torchrun_restarts_a_killed_rank_and_goes_on(tmp_path):
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--max-restarts", "1"]
+    command += ["--master-port", "0", "--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0"]
+    command += ["-m", "efla", "train", "--output", str(tmp_path), "--steps", "60", "--save-every", "5"]
+    command += ["--validate-every", "0", "--strategy", "fsdp", "--device", "cpu"]
+    process = subprocess.Popen(
+        command, env={**os.environ, "OMP_NUM_THREADS": "1"}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    checkpoint = tmp_path / "checkpoints" / "step-00000010"
+    deadline = time.monotonic() + 200
+    while time.monotonic() < deadline and not checkpoint.exists():
+        time.sleep(0.1)
+    children = subprocess.run(["pgrep", "-P", str(process.pid)], capture_output=True, text=True, check=True).stdout
+    os.kill(int(children.split()[-1]), signal.SIGKILL)
+    output, _ = process.communicate(timeout=240)
+    assert process.returncode == 0, output[-3000:]
+    rows = read_metrics(tmp_path)
+    starts = [row["step"] for row in rows if row["event"] == "start"]
+    assert len(starts) == 2 and starts[1] >= 10
+    assert [row["step"] for row in rows if row["event"] == "step"] == list(range(1, 61))
+    assert (tmp_path / "model" / "model.safetensors").exists()
+
+
+@pytest.mark.parametrize(
+    ("layout", "message"),
+    [
+        (("single", 2, None, 1), "'single' is one process, torchrun started 2"),
+        (("hsdp", 4, 3, 1), r"--shard-size, .* divisor of the 4 ranks; got 3"),
+        (("ddp", 4, None, 3), "--sequence-parallel must divide the 4 ranks"),
+        (("fdsp", 4, None, 1), "strategy must be one of"),
+    ],
+)
+def test_layouts_that_do_not_fit_are_refused(layout, message):
+    with pytest.raises(ValueError, match=message):
+        check_layout(*layout)

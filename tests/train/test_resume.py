@@ -1,0 +1,193 @@
+"""No work is lost: killed, preempted or interrupted, a run ends as the undisturbed one, bit for bit."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from efla.train import checkpoint, loop
+from efla.train.checkpoint import Checkpoints, verify
+from efla.train.engine import Engine
+from efla.train.metrics import METRICS, read_metrics
+
+from .small import assert_same, losses, numbers, small, tensors
+
+DRIVER = Path(__file__).with_name("kill_driver.py")
+
+
+@pytest.mark.parametrize("saving", ["sync", "async"])
+def test_killed_at_random_moments_and_while_saving_a_run_ends_the_same(saving, tmp_path):
+    loop.run(small(steps=40, save_every=4, async_save=saving == "async"), tmp_path / "whole")
+    done = subprocess.run(
+        [sys.executable, str(DRIVER), str(tmp_path / "killed"), "7", saving],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert numbers(tmp_path / "whole") == numbers(tmp_path / "killed")
+    assert_same(tensors(tmp_path / "whole", 40), tensors(tmp_path / "killed", 40))
+    assert not list((tmp_path / "killed" / "checkpoints").glob(".step-*"))
+
+
+def test_stopped_and_continued_is_the_same_as_never_stopped(tmp_path):
+    """With documents reset, micro-batches, and the random numbers of torch, numpy and Python in the checkpoint."""
+    changes = {"documents": "reset", "order": "shuffled", "micro_rows": 2}
+    loop.run(small(**changes), tmp_path / "whole")
+    random.seed(5), np.random.seed(6), torch.manual_seed(7)
+    outcome = loop.run(small(**changes, stop_after=5), tmp_path / "parts")
+    assert (outcome.steps, outcome.exit_code, outcome.finished) == (5, 0, False)
+    state = random.random(), np.random.rand(), torch.rand(1).item()
+    random.seed(0), np.random.seed(0), torch.manual_seed(0)
+    run = loop.Run(small(**changes), tmp_path / "parts", Engine.alone(), None)
+    assert run.step == 5
+    assert (random.random(), np.random.rand(), torch.rand(1).item()) == state
+    run.metrics.close()
+    assert loop.run(small(**changes), tmp_path / "parts").finished
+    assert numbers(tmp_path / "whole") == numbers(tmp_path / "parts")
+    assert_same(tensors(tmp_path / "whole", 12), tensors(tmp_path / "parts", 12))
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 75), (signal.SIGINT, 130)])
+def test_a_signal_saves_and_exits_with_its_code(number, code, tmp_path):
+    command = [sys.executable, "-m", "efla", "train", "--output", str(tmp_path), "--save-every", "0"]
+    process = subprocess.Popen(
+        command, env={**os.environ, "OMP_NUM_THREADS": "1"}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    metrics = tmp_path / METRICS
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline and (not metrics.exists() or metrics.read_bytes().count(b"\n") < 4):
+        time.sleep(0.05)
+    process.send_signal(number)
+    output, _ = process.communicate(timeout=120)
+    assert process.returncode == code, output
+    assert "the same command goes on from here" in output
+    (saved,) = (tmp_path / "checkpoints").iterdir()
+    assert json.loads((saved / "state.json").read_text())["step"] == len(losses(tmp_path))
+    assert read_metrics(tmp_path)[-1]["why"] == signal.Signals(number).name
+
+
+def test_checkpoints_are_kept_by_policy(tmp_path):
+    loop.run(small(save_every=1, keep=2, keep_every=5), tmp_path)
+    assert [p.name for p in sorted((tmp_path / "checkpoints").iterdir())] == [
+        "step-00000005",
+        "step-00000010",
+        "step-00000011",
+        "step-00000012",
+    ]
+
+
+def test_a_finished_run_is_finished_again_at_once(tmp_path):
+    loop.run(small(), tmp_path)
+    before = losses(tmp_path)
+    assert loop.run(small(), tmp_path).finished
+    assert losses(tmp_path) == before
+
+
+def test_an_asynchronous_save_holds_the_weights_of_its_step(tmp_path):
+    for name in ("sync", "async"):
+        loop.run(small(async_save=name == "async", keep=9), tmp_path / name)
+    for step in (3, 6, 9, 12):
+        assert_same(tensors(tmp_path / "sync", step), tensors(tmp_path / "async", step))
+
+
+@pytest.mark.parametrize("damage", ["byte", "cut", "missing", "manifest"])
+def test_a_damaged_checkpoint_is_named_and_the_one_before_is_left(damage, tmp_path):
+    loop.run(small(stop_after=6), tmp_path)
+    newest = tmp_path / "checkpoints" / "step-00000006"
+    (file,) = newest.glob("*.safetensors")
+    data = bytearray(file.read_bytes())
+    if damage == "byte":
+        data[-5] ^= 1
+        file.write_bytes(data)
+    elif damage == "cut":
+        file.write_bytes(data[:-7])
+    elif damage == "missing":
+        (newest / "state.json").unlink()
+    else:
+        (newest / "manifest.json").write_text("{")
+    assert verify(newest) is not None
+    with pytest.raises(
+        ValueError, match=r"step-00000006 is damaged: .*Remove that folder to go on from the one before"
+    ):
+        loop.run(small(), tmp_path)
+    for path in newest.iterdir():
+        path.unlink()
+    newest.rmdir()
+    assert loop.run(small(), tmp_path).finished  # from step 3
+
+
+def test_another_config_is_refused_and_told_the_difference(tmp_path):
+    loop.run(small(stop_after=3), tmp_path)
+    with pytest.raises(
+        ValueError, match=r"another config \(peak_rate: 0.002 there, 0.003 now; seed: 42 there, 43 now\)"
+    ):
+        loop.run(small(peak_rate=3e-3, seed=43), tmp_path)
+    # What does not change the run may change.
+    assert loop.run(small(save_every=0, validate_every=0, micro_rows=2, keep=1), tmp_path).finished
+
+
+def test_another_checkpoint_or_another_text_is_refused(tmp_path):
+    (tmp_path / "a.txt").write_text("some text, " * 200)
+    loop.run(small(data=str(tmp_path / "a.txt"), stop_after=3), tmp_path / "run")
+    loop.run(small(data=str(tmp_path / "a.txt"), steps=13, stop_after=6), tmp_path / "other")
+    (tmp_path / "other" / "checkpoints" / "step-00000006").rename(tmp_path / "run" / "checkpoints" / "step-00000006")
+    with pytest.raises(ValueError, match=r"another config \(steps: 13 there, 12 now\)"):
+        loop.run(small(data=str(tmp_path / "a.txt")), tmp_path / "run")
+    for kept in (tmp_path / "other" / "data").iterdir():
+        kept.unlink()
+    (tmp_path / "a.txt").write_text("another text, " * 200)
+    with pytest.raises(ValueError, match="has changed since"):
+        loop.run(small(data=str(tmp_path / "a.txt"), steps=13), tmp_path / "other")
+
+
+def test_a_model_of_another_shape_does_not_load(tmp_path):
+    engine = Engine.alone()
+    loop.run(small(stop_after=3), tmp_path / "a")
+    (tmp_path / "b").mkdir()
+    run = loop.Run(small(set=(*small().model.set, "hidden_size=48")), tmp_path / "b", engine, None)
+    path = tmp_path / "a" / "checkpoints" / "step-00000003"
+    with pytest.raises(ValueError, match="does not fit this model"):
+        Checkpoints(tmp_path, engine).load(path, run.model, run.optimizer)
+
+
+def test_a_full_disk_ends_a_save_with_advice_and_keeps_the_one_before(tmp_path, monkeypatch):
+    true_write = checkpoint._write
+
+    def full(tensors, writer, group):
+        if "00000006" in str(writer.path):
+            raise OSError(28, "No space left on device")
+        return true_write(tensors, writer, group)
+
+    monkeypatch.setattr(checkpoint, "_write", full)
+    with pytest.raises(OSError, match=r"the disk is full\. Make room and run the same command"):
+        loop.run(small(), tmp_path)
+    monkeypatch.undo()
+    assert [p.name for p in sorted((tmp_path / "checkpoints").glob("step-*"))] == ["step-00000003"]
+    assert loop.run(small(), tmp_path).finished
+    loop.run(small(), tmp_path.with_name("undisturbed"))
+    assert numbers(tmp_path) == numbers(tmp_path.with_name("undisturbed"))
+
+
+def test_a_folder_that_is_not_a_runs_or_is_taken_is_left_alone(tmp_path):
+    (tmp_path / "thesis.txt").write_text("mine")
+    with pytest.raises(ValueError, match=r"holds thesis\.txt but no config\.json of a run; nothing was changed"):
+        loop.run(small(), tmp_path)
+    from efla.train.output import OutputFolder
+
+    with (
+        OutputFolder(tmp_path / "taken", small()),
+        pytest.raises(RuntimeError, match="another run is writing to"),
+    ):
+        loop.run(small(), tmp_path / "taken")
