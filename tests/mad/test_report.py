@@ -35,16 +35,13 @@ def rows_of(
                 for rate in (5e-4, 1e-3):
                     for seed in seeds if setting == "baseline" and arm != "delta-raw" else seeds[:1]:
                         value = accuracy(task, setting, arm, rate, seed)
-                        evaluations = [
-                            {"step": step, "reference_accuracy": value * step / 1000} for step in (500, 1000)
-                        ]
                         row: Row = {
                             "row": "cell", "cell": f"{task} {setting} {arm} {rate} {seed}", "rows": 1, "task": task,
                             "setting": setting, "arm": arm, "rate": rate, "decay": 0.0, "seed": seed, "profile": "full",
                             "parameters": 410_320, "steps": 1000, "budget": 3000, "best_step": 1000,
                             "reference_accuracy": value, "reference_accuracy_last": value - 0.01, "token_accuracy": value,
-                            "token_accuracy_last": value, "test_loss": 0.1, "evaluations": evaluations, "backend": "native",
-                            "timing": {"seconds_per_step": 0.2}, "wall_seconds": 10.0, "threads": 1,
+                            "token_accuracy_last": value, "test_loss": 0.1, "losses": [[500, 2.0], [1000, 1.0]],
+                            "backend": "native", "timing": {"seconds_per_step": 0.2}, "wall_seconds": 10.0, "threads": 1,
                             "started": "2026-01-01T00:00:00", "versions": {}, "commit": "x", "machine": {},
                             "config": to_record(profile("full")), "data": {"source": "generated, seed 12345", "overlap": 0.0},
                         }  # fmt: skip
@@ -118,14 +115,21 @@ def test_one_seed_gives_no_verdict() -> None:
     assert {claim.verdict for claim in found} == {"not judged"}
 
 
-def test_a_run_that_stopped_early_keeps_its_accuracy_in_the_curve() -> None:
-    rows = rows_of(lambda *_: 0.8, seeds=(12345, 12346), settings=("baseline",), tasks=("memorization",))
+def test_the_loss_curve_is_that_of_each_seeds_best_run_over_the_seeds_that_got_that_far() -> None:
+    rows = rows_of(
+        lambda task, setting, arm, rate, seed: 100 * rate,
+        seeds=(12345, 12346),
+        settings=("baseline",),
+        tasks=("memorization",),
+    )
     for row in rows:
-        if row["seed"] == 12346:
-            row["evaluations"] = [{"step": 500, "reference_accuracy": 1.0}]
-    steps, values = select.curve(rows, "memorization", "baseline", "exact-flow")
+        if row["rate"] == 5e-4:
+            row["losses"] = [[500, 9.0], [1000, 9.0]]  # the worse rate: not drawn
+        elif row["seed"] == 12346:
+            row["losses"] = [[500, 1.0]]
+    steps, values = select.loss_curve(rows, "memorization", "baseline", "exact-flow")
     assert steps == [500, 1000]
-    assert [value.mean for value in values] == pytest.approx([0.7, 0.9])
+    assert [(value.mean, value.n) for value in values] == [(pytest.approx(1.5), 2), (pytest.approx(1.0), 1)]
 
 
 def test_a_half_finished_run_can_be_summed_up_and_drawn(tmp_path: Path) -> None:

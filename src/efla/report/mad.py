@@ -30,8 +30,8 @@ def sections(rows: Sequence[Record], source: str) -> list[Section]:
     figures = [
         Figure("Accuracy by task and setting", note, [_bars(rows, task, arms) for task in tasks], legend),
         Figure(
-            "Accuracy on the way, each task's first setting",
-            "The learning rate with the best score; a run that stopped early keeps its last accuracy.",
+            "Training loss, each task's first setting",
+            "The best run of each seed; mean over the seeds that got that far. A curve ends where its runs stopped early.",
             [_curves(rows, task, arms) for task in tasks],
             legend,
         ),
@@ -78,19 +78,15 @@ def _curves(rows: Sequence[Record], task: str, arms: Sequence[str]) -> Chart:
         Series(
             arm,
             ARMS[arm].label,
-            points(*select.curve(rows, task, setting, arm), 100.0),
+            points(*select.loss_curve(rows, task, setting, arm), digits=3),
             ARMS[arm].dash,
             ARMS[arm].width,
         )
         for arm in arms
     ]
-    return Chart(
-        f"{TITLES[task]}, {setting}",
-        "optimiser step",
-        "reference accuracy, %",
-        [s for s in series if s.points],
-        (0, 100),
-    )
+    drawn = [one for one in series if one.points]
+    top = max((point.y for one in drawn for point in one.points if math.isfinite(point.y)), default=1.0)
+    return Chart(f"{TITLES[task]}, {setting}", "optimiser step", "training loss", drawn, (0, 1.05 * top))
 
 
 def _beside_published(rows: Sequence[Record], arms: Sequence[str]) -> Table:
@@ -99,17 +95,17 @@ def _beside_published(rows: Sequence[Record], arms: Sequence[str]) -> Table:
     for arm in arms:
         scores = [select.task_score(rows, task, arm) for task in TASK_ORDER]
         overall = select.overall_score(rows, arm)
-        lines.append([f"ours: {arm}", *(score.text(100) for score in scores), _percent(overall)])
+        lines.append([f"ours: {arm}", _percent(overall), *(score.text(100) for score in scores)])
     lines += [
-        [f"{row.model} ({row.source})", *(f"{row.by_task()[task]:g}" for task in TASK_ORDER), f"{row.mean:g}"]
+        [f"{row.model} ({row.source})", f"{row.mean:g}", *(f"{row.by_task()[task]:g}" for task in TASK_ORDER)]
         for row in PUBLISHED
     ]
     lines += [
-        [f"{model} (EFLA paper, averages only)", *("" for _ in TASK_ORDER), str(mean)] for model, mean in PAPER.items()
+        [f"{model} (EFLA paper, averages only)", str(mean), *("" for _ in TASK_ORDER)] for model, mean in PAPER.items()
     ]
     profile = select.runs(rows)[0]["profile"]
     title = f"Task scores in %, published ones below. {comparability(profile)}"
-    return Table(title, ["model", *(TITLES[task] for task in TASK_ORDER), "mean"], lines)
+    return Table(title, ["model", "mean", *(TITLES[task] for task in TASK_ORDER)], lines)
 
 
 def _settings(rows: Sequence[Record], arms: Sequence[str]) -> Table:

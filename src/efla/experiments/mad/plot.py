@@ -1,4 +1,4 @@
-"""The MAD figure, from rows alone: a bar per arm and task with the spread over seeds, and the accuracy on the way."""
+"""The MAD figure, from rows alone: a bar per arm and task with the spread over seeds, and the training loss."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ TITLES = {
 
 
 def plot(rows: Sequence[Record], folder: Path) -> list[Path]:
-    """Bars per task in one figure, accuracy against the step in a second one."""
+    """Bars per task in one figure, the training loss against the step in a second one."""
     tasks, arms = select.tasks_of(rows), select.arms_of(rows)
     if not tasks:
         return []
@@ -77,13 +77,13 @@ def _bars(axis: Any, rows: Sequence[Record], task: str, arms: Sequence[str]) -> 
 def _curves(axis: Any, rows: Sequence[Record], task: str, arms: Sequence[str]) -> None:
     setting = select.settings_of(rows, task)[0]
     for arm in arms:
-        steps, values = select.curve(rows, task, setting, arm)
+        steps, values = select.loss_curve(rows, task, setting, arm)
         if steps:
             line = ARMS[arm]
-            mean = [100 * value.mean for value in values]
-            axis.plot(steps, mean, color=line.color, linestyle=line.dash, linewidth=line.width, label=line.label,
-                      marker="o", markersize=3)  # fmt: skip
-            if all(value.n > 1 for value in values):
-                low, high = ([100 * (v.mean + sign * v.std) for v in values] for sign in (-1, 1))
+            axis.plot(steps, [value.mean for value in values], color=line.color, linestyle=line.dash,
+                      linewidth=line.width, label=line.label)  # fmt: skip
+            if any(value.n > 1 for value in values):
+                std = [value.std if value.n > 1 else 0.0 for value in values]
+                low, high = ([v.mean + sign * d for v, d in zip(values, std, strict=True)] for sign in (-1, 1))
                 axis.fill_between(steps, low, high, color=line.color, alpha=0.15, linewidth=0)
-    axis.set(ylim=(0, 102), xlabel="optimiser step", ylabel="accuracy, %", title=f"{TITLES[task]}, {setting}")
+    axis.set(ylim=(0, None), xlabel="optimiser step", ylabel="training loss", title=f"{TITLES[task]}, {setting}")

@@ -97,22 +97,16 @@ def nonfinite(rows: Sequence[Record], arm: str) -> int:
     return sum(not math.isfinite(number(row["reference_accuracy"])) for row in runs(rows) if row["arm"] == arm)
 
 
-def curve(rows: Sequence[Record], task: str, setting: str, arm: str) -> tuple[list[int], list[Spread]]:
-    """Reference accuracy against the step at the best rate of each seed, spread over the seeds that got that far.
-
-    A run that stopped early keeps its last accuracy.
-    """
-    found: list[dict[int, float]] = []
+def loss_curve(rows: Sequence[Record], task: str, setting: str, arm: str) -> tuple[list[int], list[Spread]]:
+    """Training loss against the step in the best run of each seed, spread over the seeds that got that far."""
+    found: dict[int, list[float]] = {}
     for seed in seeds_of(rows, task, setting, arm):
-        mine = [row for row in _chosen(rows, task, setting, arm) if row["seed"] == seed and row["evaluations"]]
-        if mine:
-            best = max(mine, key=lambda row: _or_lowest(number(row["reference_accuracy"])))
-            found.append({point["step"]: number(point["reference_accuracy"]) for point in best["evaluations"]})
-    steps = sorted({step for points in found for step in points})
-    values = [
-        spread(points[max(s for s in points if s <= step)] for points in found if min(points) <= step) for step in steps
-    ]
-    return steps, values
+        mine = [row for row in _chosen(rows, task, setting, arm) if row["seed"] == seed]
+        best = max(mine, key=lambda row: _or_lowest(number(row["reference_accuracy"])))
+        for step, loss in best["losses"]:
+            found.setdefault(step, []).append(number(loss))
+    steps = sorted(found)
+    return steps, [spread(found[step]) for step in steps]
 
 
 def _or_lowest(value: float) -> float:
