@@ -11,6 +11,7 @@ import torch
 from rich.console import Console
 from torch import Tensor, nn
 
+from efla import cli
 from efla.data.mad import Setting, generate
 from efla.experiments.framework import run
 from efla.experiments.framework.execute import stable
@@ -231,3 +232,17 @@ def test_a_cell_on_a_gpu_asks_the_cluster_for_its_share_and_cannot_be_timed_with
         assert Mad(config).expected_seconds(Mad(config).cells(), 1) is None
     with pytest.raises(ValueError, match="gpu_share"):
         replace(config, gpu_share=0.0)
+
+
+def test_the_command_runs_resumes_and_reports(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["reproduce", "mad", "--steps", "4", "--executor", "inline", "--output", str(tmp_path / "run")]
+    assert cli.main([*command, "--tasks", "memorization"]) == 0
+    assert "memorization, short" in capsys.readouterr().out
+    assert cli.main([*command, "--tasks", "memorization", "compression"]) == 0
+    captured = capsys.readouterr()
+    assert "2 of 4 cells are in" in captured.err and "compression, short" in captured.out
+    assert {row["task"] for row in read_rows(tmp_path / "run")} == {"memorization", "compression"}
+    assert cli.main([*command, "--schedule", "cosine"]) == 1
+    assert "schedule: constant there, cosine now" in capsys.readouterr().err
+    assert cli.main(["report", str(tmp_path / "run"), "--output", str(tmp_path / "report.html")]) == 0
+    assert "MAD: six synthetic tasks (quick profile)" in (tmp_path / "report.html").read_text()

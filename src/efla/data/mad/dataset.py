@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils.data import TensorDataset
 
 from efla.data.mad import exact, fast
-from efla.data.mad.settings import RECALL, Setting
+from efla.data.mad.settings import FUZZY, RECALL, Setting
 
 SEED = 12345
 OVERLAP_WARNING = 1e-3
@@ -81,7 +81,7 @@ def generate(setting: Setting, seed: int = SEED, *, bit_exact: bool = False, gua
     """
     draw = _generator(setting, seed, bit_exact, guarantee_probe)
     train, test = draw(setting.num_train_examples, True), draw(setting.num_test_examples, False)
-    exactly = bit_exact or setting.task not in (*RECALL, "fuzzy-in-context-recall")
+    exactly = bit_exact or setting.task not in (*RECALL, FUZZY)
     source = (
         f"generated, seed {seed}"
         + (", bit-exact" if exactly else "")
@@ -99,32 +99,36 @@ def overlap(train: NDArray[np.int64], test: NDArray[np.int64]) -> float:
 
 def _generator(setting: Setting, seed: int, bit_exact: bool, guarantee_probe: bool) -> Callable[[int, bool], Arrays]:
     """A function (count, training) -> (inputs, targets); each call continues the stream."""
-    rng = np.random.default_rng(seed)
-    task = setting.task
-    if task in RECALL and not bit_exact:
+    if not bit_exact and setting.task in RECALL:
+        rng = np.random.default_rng(seed)
         return lambda count, training: fast.in_context_recall(setting, count, rng, training=training)
-    if task == "fuzzy-in-context-recall" and not bit_exact:
+    if not bit_exact and setting.task == FUZZY:
+        rng = np.random.default_rng(seed)
         return lambda count, training: fast.fuzzy_in_context_recall(
             setting, count, rng, training=training, guarantee_probe=guarantee_probe
         )
-    one: Callable[[bool], exact.Instance]
-    if task in RECALL:
-        one = lambda training: exact.in_context_recall(setting, rng, training=training)  # noqa: E731
-    elif task == "fuzzy-in-context-recall":
-        one = lambda training: exact.fuzzy_in_context_recall(  # noqa: E731
-            setting, rng, training=training, guarantee_probe=guarantee_probe
-        )
-    elif task == "selective-copying":
-        slots_rng = np.random.RandomState(seed)  # the reference draws the slots from NumPy's legacy generator
-        one = lambda training: exact.selective_copying(setting, rng, slots_rng)  # noqa: E731
-    elif task == "compression":
-        one = lambda training: exact.compression(setting, rng)  # noqa: E731
-    else:
-        value_of = exact.memorization_map(setting, seed)
-        one = lambda training: exact.memorization(setting, rng, value_of)  # noqa: E731
+    one = _instances(setting, seed, guarantee_probe)
 
     def stacked(count: int, training: bool) -> Arrays:
         inputs, targets = zip(*(one(training) for _ in range(count)), strict=True)
         return np.stack(inputs), np.stack(targets)
 
     return stacked
+
+
+def _instances(setting: Setting, seed: int, guarantee_probe: bool) -> Callable[[bool], exact.Instance]:
+    """A function (training) -> next instance, in the reference's order of draws."""
+    rng = np.random.default_rng(seed)
+    if setting.task in RECALL:
+        return lambda training: exact.in_context_recall(setting, rng, training=training)
+    if setting.task == FUZZY:
+        return lambda training: exact.fuzzy_in_context_recall(
+            setting, rng, training=training, guarantee_probe=guarantee_probe
+        )
+    if setting.task == "selective-copying":
+        slots_rng = np.random.RandomState(seed)  # the reference draws the slots from NumPy's legacy generator
+        return lambda training: exact.selective_copying(setting, rng, slots_rng)
+    if setting.task == "compression":
+        return lambda training: exact.compression(setting, rng)
+    value_of = exact.memorization_map(setting, seed)
+    return lambda training: exact.memorization(setting, rng, value_of)

@@ -21,6 +21,7 @@ TASKS = {
 """Task -> shorthand."""
 
 RECALL = ("in-context-recall", "noisy-in-context-recall")
+FUZZY = "fuzzy-in-context-recall"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,7 +62,7 @@ class Setting:
                 return f"frac_noise must lie in [0, 1), got {self.frac_noise}"
             if self.frac_noise > 0 and self.noise_vocab_size < 1:
                 return f"frac_noise = {self.frac_noise} needs noise tokens, got noise_vocab_size = 0"
-        elif self.task == "fuzzy-in-context-recall":
+        elif self.task == FUZZY:
             keys, values = len(self.keys), len(self.values)
             if keys < self.k_motif_size or values < self.v_motif_size:
                 return (
@@ -101,7 +102,7 @@ class Setting:
     @property
     def pair_vocab_size(self) -> int:
         """Tokens shared by keys and values, n: without noise tokens, pad and insert marker."""
-        special = 1 if self.task in ("fuzzy-in-context-recall", "memorization") else 0
+        special = 1 if self.task in (FUZZY, "memorization") else 0
         return self.vocab_size - self.noise_vocab_size - special
 
     @property
