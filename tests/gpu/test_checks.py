@@ -19,7 +19,7 @@ from efla.gpu.targets import TARGETS, get_target
 from efla.gpu.traffic import Traffic, total_bytes
 
 KERNEL = CompiledKernel(
-    target="gfx942", width=256, dtype="bfloat16", operation="chunk_comba", kernel="state_kernel", config="BV 32",
+    launch=1, target="gfx942", width=256, dtype="bfloat16", operation="chunk_comba", kernel="state_kernel", config="BV 32",
     warps=2, stages=2, shared=4096, registers=100, spilled=0, seconds=1.0, problem=None,
 )  # fmt: skip
 
@@ -61,7 +61,8 @@ def test_a_kernel_that_fits_in_another_configuration_is_fine(capsys):
     too_big = replace(KERNEL, config="BV 64", shared=69632, problem="shared memory 69,632 > 65,536 bytes")
     assert gpu_check.report_kernels(Console(soft_wrap=True), [too_big, KERNEL], details=True)
     assert "69,632 > 65,536" in capsys.readouterr().out
-    assert not gpu_check.report_kernels(Console(soft_wrap=True), [too_big], details=False)
+    another_launch = replace(KERNEL, launch=2)
+    assert not gpu_check.report_kernels(Console(soft_wrap=True), [too_big, another_launch], details=False)
     assert "fits in no configuration on gfx942 at width 256" in capsys.readouterr().out
 
 

@@ -187,11 +187,13 @@ def test_inputs_of_any_layout():
 
 
 @pytest.mark.parametrize(("batch", "length"), [(0, 5), (2, 0)])
-def test_nothing_to_do_keeps_the_state(batch, length):
+def test_nothing_to_do_keeps_the_state_and_its_gradient(batch, length):
     inputs = make_inputs("gated_efla", batch=batch, length=length, initial_state=True)
-    o, state = inputs.call("fla")
-    assert o.shape == inputs.v.shape
-    torch.testing.assert_close(state, inputs.initial_state, rtol=0, atol=0)
+    results = run(inputs, "fla")
+    assert results["o"].shape == inputs.v.shape
+    torch.testing.assert_close(results["final_state"], inputs.initial_state, rtol=0, atol=0)
+    assert results["grad_initial_state"].shape == inputs.initial_state.shape
+    assert bool(results["grad_initial_state"].any()) == (batch > 0)
 
 
 def test_bfloat16_is_refused_where_the_interpreter_gets_it_wrong():

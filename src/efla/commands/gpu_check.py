@@ -120,18 +120,12 @@ def _compile(
     return sorted(kernels, key=lambda kernel: (order[kernel.target], kernel.width))
 
 
-def launches(kernels: list[CompiledKernel]) -> dict[tuple[str, int, str, str], list[CompiledKernel]]:
-    """Configurations of one kernel for one target, width and operation, in the order they were compiled."""
-    grouped = defaultdict(list)
-    for kernel in kernels:
-        grouped[kernel.target, kernel.width, kernel.operation, kernel.kernel].append(kernel)
-    return dict(grouped)
-
-
 def report_kernels(console: Console, kernels: list[CompiledKernel], details: bool) -> bool:
     """Print what the kernels use and what does not fit; whether each fits in some configuration."""
-    grouped = launches(kernels)
-    lost = [key for key, configs in grouped.items() if all(config.problem for config in configs)]
+    alternatives = defaultdict(list)
+    for kernel in kernels:
+        alternatives[kernel.target, kernel.width, kernel.launch].append(kernel)
+    lost = [configs[0] for configs in alternatives.values() if all(config.problem for config in configs)]
     rows = []
     for target, width in dict.fromkeys((kernel.target, kernel.width) for kernel in kernels):
         here = [kernel for kernel in kernels if (kernel.target, kernel.width) == (target, width)]
@@ -145,7 +139,7 @@ def report_kernels(console: Console, kernels: list[CompiledKernel], details: boo
                 max((kernel.registers for kernel in fitting), default=0),
                 _most_spilled(fitting),
                 len(here) - len(fitting),
-                "no" if any(key[:2] == (target, width) for key in lost) else "yes",
+                "no" if any((kernel.target, kernel.width) == (target, width) for kernel in lost) else "yes",
             ]
         )
     console.print("\n## Kernels compiled ahead of time\n")
@@ -161,8 +155,11 @@ def report_kernels(console: Console, kernels: list[CompiledKernel], details: boo
             [k.target, k.width, k.kernel, f"{k.config} warps {k.warps} stages {k.stages}", k.problem] for k in problems
         ]
         print_table(console, "target,width,kernel,configuration,why", fields)
-    for target, width, operation, kernel in lost:
-        console.print(f"[bold red]{kernel} of {operation} fits in no configuration on {target} at width {width}[/]")
+    for kernel in lost:
+        console.print(
+            f"[bold red]{kernel.kernel} of {kernel.operation} fits in no configuration "
+            f"on {kernel.target} at width {kernel.width}[/]"
+        )
     if details:
         console.print("\nEvery kernel:\n")
         names = "target,width,operation,kernel,config,warps,stages,shared,registers,spilled,problem"

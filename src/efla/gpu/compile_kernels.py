@@ -29,8 +29,12 @@ from efla.scans.types import ScanRequest
 
 @dataclass(frozen=True)
 class CompiledKernel:
-    """One kernel in one configuration: what it uses, or ``problem``, why it cannot run on the target."""
+    """One kernel in one configuration: what it uses, or ``problem``, why it cannot run on the target.
 
+    Configurations with one ``launch`` number are alternatives.
+    """
+
+    launch: int
     target: str
     width: int
     dtype: str
@@ -96,6 +100,7 @@ class _Recorder:
     def __init__(self, target: Target, width: int, dtype: str, report: Callable[[CompiledKernel], None]) -> None:
         self.target, self.width, self.dtype, self.report = target, width, dtype, report
         self.operation = ""
+        self.launch = 0
         self.seen: dict[int, bool] = {}
 
     def compile(self, function: Any, compile_one: Callable[[], Any], config: str) -> bool:
@@ -115,6 +120,7 @@ class _Recorder:
         seconds = time.perf_counter() - start
         self.report(
             CompiledKernel(
+                launch=self.launch,
                 target=self.target.name,
                 width=self.width,
                 dtype=self.dtype,
@@ -144,12 +150,16 @@ def install_recorder(recorder: _Recorder, all_configs: bool) -> None:
         def compile_one() -> Any:
             return compile_or_launch(self, *args, grid=grid, warmup=True, **options)
 
-        return compile_one() if tuning else recorder.compile(self, compile_one, "")
+        if tuning:
+            return compile_one()
+        recorder.launch += 1
+        return recorder.compile(self, compile_one, "")
 
     def tune(self: Any, *args: Any, **options: Any) -> None:
         nonlocal tuning
         self.nargs = dict(zip(self.arg_names, args, strict=False))
         tuning = True
+        recorder.launch += 1
         try:
             for config in self.prune_configs(options):
 

@@ -54,7 +54,7 @@ def backward(request: ScanRequest, saved: Tensor, grad_o: Tensor, grad_final_sta
             leaves["erase"] = leaves["write"]
         o, final_state = run(replace(request, **leaves), differentiable=True)  # type: ignore[arg-type]
         outputs, cotangents = [o], [grad_o]
-        if grad_final_state is not None:
+        if grad_final_state is not None and final_state.requires_grad:
             outputs.append(final_state)
             cotangents.append(grad_final_state)
         wanted = {field: x for field, x in leaves.items() if x is not None}

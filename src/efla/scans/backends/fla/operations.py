@@ -6,6 +6,7 @@ v (write / erase) would be right forwards, but loses the gradient of a small era
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -34,8 +35,8 @@ class Operation(NamedTuple):
 
     def load(self) -> Callable[..., tuple[Tensor, Tensor]]:
         """The function itself; imports flash-linear-attention."""
-        module = __import__(f"fla.ops.{self.family}", fromlist=[self.name])
-        function: Callable[..., tuple[Tensor, Tensor]] = getattr(module, self.name)
+        function: Callable[..., tuple[Tensor, Tensor]]
+        function = getattr(importlib.import_module(f"fla.ops.{self.family}"), self.name)
         return function
 
 
@@ -57,7 +58,7 @@ def choose_operation(request: ScanRequest, differentiable: bool) -> Operation:
 
 def run(request: ScanRequest, differentiable: bool) -> tuple[Tensor, Tensor]:
     """(o, final_state) of the request, recorded by autograd if that is on: o in v's dtype, the state in float32."""
-    if request.v.numel() == 0 or request.num_sequences == 0:
+    if request.v.numel() == 0:
         return _run_nothing(request)
     operation = choose_operation(request, differentiable)
     o, final_state = operation.load()(
@@ -138,7 +139,7 @@ def _sequences_per_row(request: ScanRequest) -> int:
 
 def _run_nothing(request: ScanRequest) -> tuple[Tensor, Tensor]:
     """No token at all: no output, and every state as it was."""
-    o = torch.zeros_like(request.v, memory_format=torch.contiguous_format)
+    o = request.v.clone(memory_format=torch.contiguous_format)
     if request.initial_state is None:
         return o, request.new_state(request.num_sequences).zero_()
     return o, request.initial_state.to(request.compute_dtype, copy=True)
