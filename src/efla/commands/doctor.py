@@ -87,6 +87,9 @@ def check_backend(name: str) -> BackendReport:
             _check_on_cpu(name)
     except (AssertionError, BackendUnavailable) as error:
         problem = str(error)
+    except Exception as error:
+        # A kernel that does not even run is what this check is for.
+        problem = f"{type(error).__name__}: {error}"
     return BackendReport(name, None, problem, time.perf_counter() - start)
 
 
