@@ -12,6 +12,7 @@ from efla import experiments
 from efla.experiments.exactness.options import Exactness
 from efla.experiments.framework import run
 from efla.experiments.framework.rows import read_rows
+from efla.experiments.lm.options import Lm
 from efla.experiments.mad.options import Mad
 from efla.experiments.smnist_robustness.options import Lr, Smnist
 
@@ -22,6 +23,7 @@ def reproduce(
         Annotated[Exactness, tyro.conf.subcommand("exactness", prefix_name=False)]
         | Annotated[Smnist, tyro.conf.subcommand("smnist", prefix_name=False)]
         | Annotated[Mad, tyro.conf.subcommand("mad", prefix_name=False)]
+        | Annotated[Lm, tyro.conf.subcommand("lm", prefix_name=False)]
         | Annotated[Lr, tyro.conf.subcommand("lr", prefix_name=False)],
         tyro.conf.arg(name=""),
     ],

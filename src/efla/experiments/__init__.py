@@ -15,6 +15,7 @@ _EXPERIMENTS = {
     "exactness": ("efla.experiments.exactness.run", "Exactness"),
     "smnist": ("efla.experiments.smnist_robustness.run", "SmnistRobustness"),
     "mad": ("efla.experiments.mad.run", "Mad"),
+    "lm": ("efla.experiments.lm.run", "LanguageModels"),
     "lr": ("efla.experiments.lr_robustness.run", "LearningRateRobustness"),
 }
 

@@ -6,9 +6,12 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, Protocol, TypeVar
 
 from efla.experiments.framework.records import Record, protocol_of
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 __all__ = ["Cell", "Experiment", "Record", "Report"]
 
@@ -63,6 +66,14 @@ class Experiment(ABC, Generic[C]):
 
     def prepare(self) -> None:
         """Check once, before any worker starts, what all cells need (data files, say); raise a clear error if absent."""
+        return None
+
+    def at(self, output: Path) -> Self:
+        """The same experiment, told its output folder; one that keeps unfinished cells there says where."""
+        return self
+
+    def clean_up(self, cell: Cell) -> None:
+        """Remove what a cell kept while it ran; called when its rows are on disk."""
         return None
 
     @property

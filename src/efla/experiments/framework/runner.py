@@ -48,6 +48,7 @@ def run(
     if workers < 1 or threads < 1:
         raise ValueError(f"workers and threads must be at least 1, got {workers} and {threads}")
     console = console or Console(stderr=True)
+    experiment = experiment.at(output)
     cells = experiment.cells()
     _check_grid(cells)
     experiment.prepare()
@@ -57,6 +58,9 @@ def run(
         finished = folder.finished()
         to_do = [cell for cell in cells if cell.id not in finished]
         skipped = len(cells) - len(to_do)
+        for cell in cells:
+            if cell.id in finished:
+                experiment.clean_up(cell)
         if skipped:
             console.print(f"{skipped} of {len(cells)} cells are in {output} already")
         expected = _expected(experiment, to_do, workers, threads, console) if to_do else None
@@ -67,6 +71,7 @@ def run(
                 if event.kind == "finished":
                     assert event.rows is not None
                     folder.append(event.rows)
+                    experiment.clean_up(event.cell)
                 elif event.kind == "failed":
                     failures.append(event)
                 display.show(event)

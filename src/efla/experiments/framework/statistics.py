@@ -61,6 +61,15 @@ def compare(ours: Spread, theirs: Spread, *, lower_is_better: bool = False) -> s
     return SEEN if difference > 0 else REVERSED
 
 
+def effect(ours: Spread, theirs: Spread, *, lower_is_better: bool = False) -> float | None:
+    """By how many of the larger standard deviations ours is better (negative: worse); ``None`` where nothing is judged."""
+    if compare(ours, theirs) == NOT_JUDGED or math.isnan(ours.mean) or math.isnan(theirs.mean):
+        return None
+    difference = (theirs.mean - ours.mean) if lower_is_better else (ours.mean - theirs.mean)
+    larger = max(ours.std, theirs.std)
+    return difference / larger if larger > 0 else math.copysign(math.inf, difference) if difference else 0.0
+
+
 class Claim(NamedTuple):
     """A sentence of the paper, for one pair of arms: the verdict and the numbers behind it.
 
@@ -72,6 +81,8 @@ class Claim(NamedTuple):
     pair: str
     verdict: str
     numbers: str
+    effect: float | None = None
+    """What :func:`effect` says of the comparison, where it is one of two means."""
 
 
 def grouped(claims: Sequence[Claim]) -> list[tuple[Claim, list[Claim]]]:

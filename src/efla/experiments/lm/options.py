@@ -1,0 +1,69 @@
+"""The command line of the language-model comparison."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+from efla.evaluation import local_data
+from efla.experiments.lm.config import Group, LmConfig, Profile, profile
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lm:
+    """Language models over bytes: six mixers at matched size on the same text in the same order."""
+
+    profile: Profile = "quick"
+    """quick: minutes, 470,000 parameters; full: hours, resumable, 1.9 million parameters, three seeds of the main pair."""
+    data: str | None = None
+    """Folder with corpus/, lambada/, wikitext-2/ and eval/; default: EFLA_DATA. Without one, quick trains on Python's own
+    documentation and skips the test sets."""
+    corpus: Literal["shakespeare", "novels", "enwik8", "python-docs"] | None = None
+    """Text to train on instead of the profile's (quick: shakespeare, full: novels)."""
+    arms: tuple[str, ...] | None = None
+    """Arms to run instead of the profile's: delta-l2, exact-flow, gated-delta, gated-exact-flow, mamba2, attention,
+    delta-raw, exact-flow-l2."""
+    rates: tuple[float, ...] | None = None
+    """Peak learning rates instead of 2e-3."""
+    seeds: tuple[int, ...] | None = None
+    """Seeds instead of the profile's; a seed sets weights and the order of rows."""
+    lr_sweep: bool = False
+    """Also run delta-l2 and exact-flow at the peak rates 1e-3 and 4e-3."""
+    steps: int | None = None
+    """Optimizer steps instead of the profile's; rows say so."""
+    device: str = "cpu"
+    """cpu or cuda."""
+    backend: str = "auto"
+    """Backend of the scan, see `efla doctor`."""
+    save_seconds: float = 120.0
+    """Training time between two checkpoints of an unfinished cell."""
+
+    def config(self) -> LmConfig:
+        """The resolved config."""
+        root = local_data.folder(self.data)
+        corpus: str | None = self.corpus
+        if root is None and corpus is None:
+            if self.profile != "quick":
+                raise FileNotFoundError(
+                    "the full profile trains on the novels; name the folder that holds corpus/english_novels_98.tar.xz "
+                    "with --data DIR or EFLA_DATA, or choose --corpus python-docs, which needs no file"
+                )
+            corpus = "python-docs"
+        config = profile(
+            self.profile,
+            corpus=corpus,
+            folder=None if root is None else str(root),
+            downstream=root is not None,
+            sweep=self.lr_sweep,
+        )
+        changes: dict[str, Any] = {"device": self.device, "backend": self.backend, "save_seconds": self.save_seconds}
+        if self.steps is not None:
+            changes["steps"] = self.steps
+        return replace(config, groups=self._groups(config), **changes)
+
+    def _groups(self, config: LmConfig) -> tuple[Group, ...]:
+        """The profile's groups, or if arms, rates or seeds are given, one product of them with its first group's."""
+        if all(choice is None for choice in (self.arms, self.rates, self.seeds)):
+            return config.groups
+        first = config.groups[0]
+        return (Group(self.arms or first.arms, self.rates or first.rates, self.seeds or first.seeds),)

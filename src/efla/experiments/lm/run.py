@@ -1,0 +1,138 @@
+"""The language-model runs: one cell trains one arm with one rate and seed and measures it; rows only, no figures."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+import efla
+from efla.data.text import corpora
+from efla.evaluation.local_data import SOURCES, find
+from efla.experiments.framework.experiment import Cell, Experiment, Record, Report
+from efla.experiments.lm.config import LmConfig
+from efla.experiments.lm.measure import Subject, measure
+from efla.experiments.lm.train import build, summary, train
+from efla.experiments.throughput.memory import PeakMemory
+
+IN_PROGRESS = "in-progress"
+
+
+class LanguageModels(Experiment[LmConfig]):
+    """The paper's main table, scaled to two CPU cores."""
+
+    name = "lm"
+    title = "Language models over bytes"
+    config_class = LmConfig
+
+    def cells(self) -> list[Cell]:
+        """Group by group, arms innermost, so that the first cells already compare them."""
+        found: dict[str, Cell] = {}
+        for group in self.config.groups:
+            for rate in group.rates:
+                for seed in group.seeds:
+                    for arm in group.arms:
+                        cell = Cell({"arm": arm, "rate": rate, "seed": seed})
+                        found.setdefault(cell.id, cell)
+        return list(found.values())
+
+    def at(self, output: Path) -> LanguageModels:
+        return LanguageModels(replace(self.config, scratch=str(output / IN_PROGRESS)))
+
+    def prepare(self) -> None:
+        corpora.load(self.config.corpus, self.config.folder)
+        if self.config.downstream:
+            assert self.config.folder is not None
+            for task, source in SOURCES.items():
+                for name in source.files:
+                    find(Path(self.config.folder), name, task)
+
+    @property
+    def gpus_per_cell(self) -> float:
+        return 1.0 if self.config.device.startswith("cuda") else 0.0
+
+    def expected_seconds(self, cells: Sequence[Cell], threads: int) -> list[float] | None:
+        if self.config.device.startswith("cuda") and not torch.cuda.is_available():
+            return None  # the cells run elsewhere
+        from efla.experiments.lm.speed import expected_seconds
+
+        return expected_seconds(self.config, cells, threads)
+
+    def run_cell(self, cell: Cell, report: Report) -> list[Record]:
+        config, chosen = self.config, cell.settings
+        corpus = corpora.load(config.corpus, config.folder)
+        scratch = self._scratch(cell)
+        memory = PeakMemory(config.device)
+        model = build(config, chosen["arm"], chosen["seed"])
+        progress = train(
+            model,
+            corpus,
+            config,
+            arm=chosen["arm"],
+            rate=chosen["rate"],
+            seed=chosen["seed"],
+            report=report,
+            scratch=scratch,
+        )
+        peak = memory.growth()
+        found = measure(Subject(model, chosen["arm"], chosen["seed"], corpus, config), scratch, report)
+        return [
+            {
+                "profile": config.profile,
+                "parameters": sum(p.numel() for p in model.parameters()),
+                "backend": backend_used(config, chosen["arm"]),
+                "data": {
+                    "corpus": corpus.name,
+                    "source": corpus.source,
+                    "digest": corpus.digest,
+                    "train": len(corpus.train),
+                    "test": len(corpus.test),
+                },
+                **summary(progress, config),
+                **found,
+                "timing": {
+                    "train_seconds": round(progress.seconds, 2),
+                    "steps_per_second": round(progress.step / max(progress.seconds, 1e-9), 4),
+                    "bytes_per_second": round(progress.step * config.bytes_per_step / max(progress.seconds, 1e-9), 1),
+                    "peak_memory_growth": peak,
+                },
+                "show": {"bits": found["test"]["bits"]},
+            }
+        ]
+
+    def clean_up(self, cell: Cell) -> None:
+        scratch = self._scratch(cell)
+        if scratch is not None and scratch.exists():
+            shutil.rmtree(scratch)
+            if not any(scratch.parent.iterdir()):
+                scratch.parent.rmdir()
+
+    def _scratch(self, cell: Cell) -> Path | None:
+        """Where an unfinished cell keeps its checkpoint."""
+        root = self.config.scratch
+        return None if root is None else Path(root) / re.sub(r"[^\w.=-]+", "_", cell.id)
+
+    @classmethod
+    def plot(cls, rows: Sequence[Record], folder: Path) -> list[Path]:
+        from efla.experiments.lm.plot import plot
+
+        return plot(rows, folder)
+
+    @classmethod
+    def text_summary(cls, rows: Sequence[Record]) -> str:
+        from efla.experiments.lm.claims import text_summary
+
+        return text_summary(rows)
+
+
+def backend_used(config: LmConfig, arm: str) -> str:
+    """The backend of the scans: the one named, or the first that runs here, which "auto" chooses on a CPU."""
+    if arm == "attention":
+        return "torch"
+    if config.backend != "auto" or config.device != "cpu":
+        return config.backend
+    return next(name for name, reason in efla.backends().items() if reason is None)

@@ -1,0 +1,290 @@
+"""The language-model comparison: matched arms, the same bytes for all, cells that survive a kill."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+
+from efla import presets
+from efla.data.text import corpora
+from efla.data.text.sampling import RowSampler
+from efla.evaluation import stream_bits
+from efla.experiments.framework import run
+from efla.experiments.framework.execute import stable
+from efla.experiments.framework.records import to_record
+from efla.experiments.framework.rows import read_rows
+from efla.experiments.lm import claims, select
+from efla.experiments.lm.config import ARM_ORDER, Group, LmConfig, grid, profile
+from efla.experiments.lm.keys import key_energies
+from efla.experiments.lm.measure import MEASUREMENTS, Subject
+from efla.experiments.lm.options import Lm
+from efla.experiments.lm.run import IN_PROGRESS, LanguageModels
+from efla.experiments.lm.train import build, train
+from efla.layers import LinearAttention
+from efla.models.accounting import count_parameters
+
+QUIET = Console(quiet=True)
+
+
+def tiny(**changes: Any) -> LmConfig:
+    """Cells of a second: 8 steps of 2 rows of 32 bytes of Python's documentation."""
+    fields: dict[str, Any] = {
+        "profile": "quick", "corpus": "python-docs", "length": 32, "rows": 2, "steps": 8, "validate_every": 4,
+        "validation_bytes": 256, "final_validation_bytes": 512, "test_bytes": 512, "position_rows": 2,
+        "downstream": False, "save_seconds": 0.0, "groups": (Group(("exact-flow",), (2e-3,), (42,)),),
+    }  # fmt: skip
+    return LmConfig(**(fields | changes))
+
+
+def nothing(fraction: float, **values: float) -> None:
+    return None
+
+
+def test_the_arms_have_the_parameters_of_the_specification_and_match_within_two_percent() -> None:
+    totals = {
+        "quick": {"delta-l2": 471_296, "gated-delta": 467_720, "mamba2": 469_284, "attention": 467_584},
+        "full": {"delta-l2": 1_881_280, "gated-delta": 1_883_608, "mamba2": 1_848_958, "attention": 1_869_504},
+    }
+    alike = {
+        "exact-flow": "delta-l2",
+        "delta-raw": "delta-l2",
+        "exact-flow-l2": "delta-l2",
+        "gated-exact-flow": "gated-delta",
+    }
+    for name, expected in totals.items():
+        for arm in ARM_ORDER:
+            found = count_parameters(presets.arm(arm, name))
+            assert found == expected[alike.get(arm, arm)], (name, arm)
+            assert abs(found / expected["delta-l2"] - 1) < 0.02
+
+
+def test_arms_of_equal_shape_start_from_equal_weights() -> None:
+    config = tiny()
+    ungated = [build(config, arm, 42).state_dict() for arm in ("delta-l2", "exact-flow", "delta-raw", "exact-flow-l2")]
+    gated = [build(config, arm, 42).state_dict() for arm in ("gated-delta", "gated-exact-flow")]
+    for family in (ungated, gated):
+        for other in family[1:]:
+            assert family[0].keys() == other.keys()
+            assert all(torch.equal(value, other[name]) for name, value in family[0].items())
+
+
+def test_every_arm_sees_the_same_bytes_in_the_same_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: dict[str, list[torch.Tensor]] = {}
+    original = RowSampler.batch
+
+    def batch(self: RowSampler, *arguments: int) -> torch.Tensor:
+        rows = original(self, *arguments)
+        seen.setdefault(arm, []).append(rows)
+        return rows
+
+    monkeypatch.setattr(RowSampler, "batch", batch)
+    config, corpus = tiny(steps=3), corpora.load("python-docs")
+    for arm in ("delta-l2", "mamba2", "attention"):
+        train(build(config, arm, 42), corpus, config, arm=arm, rate=2e-3, seed=42, report=nothing, scratch=None)
+    first = torch.stack(seen["delta-l2"])
+    assert all(torch.equal(first, torch.stack(rows)) for rows in seen.values())
+    assert len(seen["mamba2"]) == 3
+
+
+def test_the_profiles_are_those_of_the_specification() -> None:
+    quick, full = profile("quick"), profile("full")
+    assert (quick.corpus, quick.rows, quick.length, quick.steps) == ("shakespeare", 8, 256, 200)
+    assert (full.corpus, full.rows, full.length, full.steps) == ("novels", 8, 512, 2000)
+    assert (full.betas, full.eps, full.weight_decay, full.clip) == ((0.9, 0.95), 1e-8, 0.1, 1.0)
+    assert len(LanguageModels(quick).cells()) == 6
+    cells = LanguageModels(full).cells()
+    assert len(cells) == 12
+    assert sum(cell.settings["seed"] in (43, 44) for cell in cells) == 4
+    swept = LanguageModels(dataclasses.replace(full, groups=grid("full", sweep=True))).cells()
+    assert {cell.settings["rate"] for cell in swept} == {1e-3, 2e-3, 4e-3}
+    assert len(swept) == 16
+
+
+def test_without_a_data_folder_quick_falls_back_to_an_embedded_text_and_full_says_what_it_needs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("EFLA_DATA", raising=False)
+    config = Lm().config()
+    assert (config.corpus, config.downstream, config.folder) == ("python-docs", False, None)
+    with pytest.raises(FileNotFoundError, match="--data DIR or EFLA_DATA"):
+        Lm(profile="full").config()
+    with pytest.raises(FileNotFoundError, match="not a folder"):
+        Lm(data="nowhere-at-all").config()
+
+
+def test_a_cell_interrupted_anywhere_gives_the_row_of_an_undisturbed_one(tmp_path: Path) -> None:
+    """Stopped at the first report, at the second, ..., in training and between measurements, and continued each time."""
+    experiment = LanguageModels(tiny())
+    run(experiment, tmp_path / "whole", executor="inline", console=QUIET)
+    (expected,) = read_rows(tmp_path / "whole")
+
+    interrupted = experiment.at(tmp_path / "parts")
+    (cell,) = interrupted.cells()
+    stops = 0
+    for allowed in range(10):
+
+        def report(fraction: float, **values: float) -> None:
+            nonlocal left
+            left -= 1
+            if left < 0:
+                raise InterruptedError
+
+        left = allowed
+        try:
+            (row,) = interrupted.run_cell(cell, report)
+            break
+        except InterruptedError:
+            stops += 1
+    assert stops >= 3
+    kept = {key: value for key, value in json.loads(json.dumps(row)).items() if key != "timing"}
+    assert kept == {key: value for key, value in stable(expected).items() if key in kept}
+
+
+def test_a_killed_cell_goes_on_from_its_checkpoint_and_leaves_nothing_behind(tmp_path: Path) -> None:
+    config = tiny(steps=60, validate_every=30)
+    script = (
+        "import sys, json; from pathlib import Path; from efla.experiments.framework import run; "
+        "from efla.experiments.framework.records import from_record; from efla.experiments.lm.config import LmConfig; "
+        "from efla.experiments.lm.run import LanguageModels; "
+        "run(LanguageModels(from_record(LmConfig, json.loads(sys.argv[1]))), Path(sys.argv[2]), executor='inline')"
+    )
+    folder = tmp_path / "killed"
+    child = subprocess.Popen(
+        [sys.executable, "-c", script, json.dumps(to_record(config)), str(folder)],
+        stderr=subprocess.DEVNULL,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )
+    deadline = time.monotonic() + 100
+    while not list((folder / IN_PROGRESS).glob("*/step-*")) and time.monotonic() < deadline:
+        assert child.poll() is None
+        time.sleep(0.02)
+    child.send_signal(signal.SIGKILL)
+    child.wait()
+    assert not (folder / "rows.jsonl").exists()
+    (saved,) = (folder / IN_PROGRESS).glob("*/step-*")
+    assert 0 < int(saved.name.removeprefix("step-")) < 60
+    config = dataclasses.replace(config, save_seconds=1e9)
+    steps = []
+    original = RowSampler.batch
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(RowSampler, "batch", lambda self, step: steps.append(step) or original(self, step))
+        run(LanguageModels(config), folder, executor="inline", console=QUIET)
+    assert steps[0] >= 1
+    assert steps[-1] == 59
+    assert not (folder / IN_PROGRESS).exists()
+    run(LanguageModels(config), tmp_path / "whole", executor="inline", console=QUIET)
+    (a,), (b,) = read_rows(folder), read_rows(tmp_path / "whole")
+    assert stable(a) == stable(b)
+
+
+def test_steps_that_are_not_finite_count_the_run_as_failed_and_end_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    from efla.experiments.lm import train as module
+    from efla.train.step import StepResult
+
+    monkeypatch.setattr(module, "train_step", lambda *a, **k: StepResult(loss=float("nan"), norm=1.0, applied=False))
+    config, corpus = tiny(steps=30, max_nonfinite=5), corpora.load("python-docs")
+    model = build(config, "delta-raw", 42)
+    found = train(model, corpus, config, arm="delta-raw", rate=2e-3, seed=42, report=nothing, scratch=None)
+    row = module.summary(found, config)
+    assert (row["steps"], row["nonfinite_steps"], row["first_nonfinite"], row["failed"]) == (5, 5, 1, True)
+
+
+def test_test_bits_are_those_of_the_stream_scorer(tmp_path: Path) -> None:
+    config, corpus = tiny(), corpora.load("python-docs")
+    model = build(config, "exact-flow", 0).eval()
+    found = MEASUREMENTS["test"][1](Subject(model, "exact-flow", 0, corpus, config))
+    assert config.test_bytes is not None
+    expected = stream_bits(model, corpus.test[: config.test_bytes], config.length)
+    assert found["bytes"] == expected.num_scored
+    assert found["bits"] == pytest.approx(expected.bits_per_token, rel=1e-6)
+
+
+def test_key_energies_are_those_of_the_keys_that_the_scan_sees(monkeypatch: pytest.MonkeyPatch) -> None:
+    import efla.layers.attention as attention
+
+    model = build(tiny(), "exact-flow", 0).eval()
+    rows = torch.randint(1, 256, (2, 32))
+    seen = []
+    original = attention.scans.linear_attention
+
+    def look(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, beta: torch.Tensor, *a: Any, **kw: Any) -> Any:
+        lam = k.double().square().sum(-1)
+        seen.append((float(lam.max()), float((beta * lam).median()), float((beta * lam).max())))
+        return original(q, k, v, beta, *a, **kw)
+
+    monkeypatch.setattr(attention.scans, "linear_attention", look)
+    found = key_energies(model, rows)
+    assert len(found) == len(seen) == sum(isinstance(m, LinearAttention) for m in model.modules())
+    for record, (largest, _, largest_step) in zip(found, seen, strict=True):
+        assert record["lam"][-1] == pytest.approx(largest, rel=1e-4)
+        assert record["step_size"][-1] == pytest.approx(largest_step, rel=1e-4)
+        assert record["lam"] == sorted(record["lam"])
+
+
+def made_up(bits: dict[str, list[float]], **fields: Any) -> list[dict[str, Any]]:
+    """Rows of runs with the given test bits, one for each seed."""
+    rows = []
+    for arm, values in bits.items():
+        for seed, value in enumerate(values, start=42):
+            row = {
+                "row": "cell", "cell": f"{arm} {seed}", "arm": arm, "rate": 2e-3, "seed": seed, "failed": False,
+                "profile": "quick", "parameters": 1, "backend": "native", "steps": 8, "bytes_seen": 512,
+                "test": {"bits": value, "perplexity": 2**value, "bytes": 100},
+                "validation": {"bits": value, "perplexity": 2**value, "bytes": 9},
+                "losses": [[4, 3.0], [8, 2.5]], "validations": [[4, 3.0], [8, value]], "nonfinite_steps": 0,
+                "largest_step_sizes": [[4, 1.0], [8, 1.5]] if arm == "exact-flow" else [],
+                "wikitext": {"word_perplexity": 100 * value, "bits": value, "words": 10, "articles": 1},
+                "lambada": {"perplexity": 1000 * value, "accuracy": 0.01, "bits": value, "passages": 10},
+                "data": {"corpus": "shakespeare", "source": "x", "digest": "d", "train": 10, "test": 10},
+                "config": to_record(tiny()) | {"downstream": True}, "rows": 1, "threads": 1, "wall_seconds": 1.0,
+                "timing": {"train_seconds": 1.0, "steps_per_second": 8.0, "bytes_per_second": 512.0, "peak_memory_growth": 10**6},
+                "started": "2026-01-01T00:00:00", "versions": {}, "commit": None, "machine": {}, **fields,
+            }  # fmt: skip
+            rows.append(row)
+    return rows
+
+
+def test_a_difference_within_the_spread_of_seeds_is_called_none() -> None:
+    def verdicts(ours: list[float], theirs: list[float]) -> set[str]:
+        found = claims.claims(made_up({"exact-flow": ours, "delta-l2": theirs}))
+        return {claim.verdict for claim in found if claim.letter == "a"}
+
+    assert verdicts([2.0, 2.1, 2.2], [2.05, 2.15, 2.25]) == {"not seen"}
+    assert verdicts([2.0, 2.01, 2.02], [2.2, 2.21, 2.22]) == {"seen"}
+    assert verdicts([2.2, 2.21, 2.22], [2.0, 2.01, 2.02]) == {"reversed"}
+    assert verdicts([2.0], [2.5]) == {"not judged"}
+
+
+def test_a_failed_run_is_a_worse_result_not_a_missing_one() -> None:
+    rows = made_up({"exact-flow": [2.0, 2.01, 2.02], "delta-l2": [1.0, 1.01, 1.02]})
+    next(row for row in rows if row["arm"] == "delta-l2")["failed"] = True
+    assert select.over_seeds(rows, "delta-l2", "bits").n == 3
+    assert claims.claims(rows)[0].verdict == "seen"
+    assert "delta-l2: 1 failed" in claims.text_summary(rows)
+
+
+def test_a_single_seed_is_set_against_the_spread_of_the_main_pair() -> None:
+    rows = made_up({"exact-flow": [2.0, 2.1], "delta-l2": [2.0, 2.1], "gated-delta": [2.0], "gated-exact-flow": [1.99]})
+    gated = next(claim for claim in claims.claims(rows) if claim.letter == "b")
+    assert gated.verdict == "not judged"
+    assert "smaller than the spread over seeds of the main pair" in gated.numbers
+
+
+def test_the_figure_is_drawn_from_rows_alone(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    rows = made_up({"exact-flow": [2.0, 2.1], "delta-l2": [2.0, 2.1], "attention": [2.2]})
+    rows[0]["positions"] = {"ends": [64, 128], "bits": [2.5, 2.0], "standard_errors": [0.1, 0.1], "rows": 2}
+    files = LanguageModels.plot(rows, tmp_path)
+    assert [file.name for file in files] == ["lm.png", "lm.svg"]
+    assert all(file.stat().st_size > 1000 for file in files)
