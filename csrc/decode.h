@@ -47,7 +47,6 @@ EFLA_INLINE void decode_columns(const Problem& p, const DecodeTokens<Compute<E>>
     for (int j = 0; j < p.K; ++j) {
       Vec<T> kj = splat<T>(k[j]), qj = splat<T>(q[j]);
       EFLA_UNROLL for (int n = 0; n < N; ++n) {
-        __builtin_prefetch(from + int64_t(j + 8) * p.V + n * lanes);
         Vec<T> s = load(from + int64_t(j) * p.V + n * lanes);
         ks[n] += kj * s;
         qs[n] += qj * s;

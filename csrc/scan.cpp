@@ -122,9 +122,9 @@ struct Work {
   size_t scratch_bytes;
   int64_t count;
   bool alone = false;
+  char* scratch = nullptr;  // scratch_bytes for each thread
   std::atomic<int64_t> next{0};
   std::atomic<unsigned> status{0};
-  std::atomic<bool> out_of_memory{false};
 
   Work(Kind kind, const Kernels& kernels, const Problem& p, const Plan& plan, size_t scratch_bytes, int64_t count)
       : kind(kind), kernels(kernels), p(p), plan(plan), scratch_bytes(scratch_bytes), count(count) {}
@@ -147,14 +147,7 @@ void work_body(void* argument) {
   Work& w = *static_cast<Work*>(argument);
   int64_t index = w.next.fetch_add(1);
   if (index >= w.count) return;
-  Buffer scratch;
-  if (w.scratch_bytes) {
-    scratch.reset(std::aligned_alloc(64, (w.scratch_bytes + 63) / 64 * 64));
-    if (!scratch) {
-      w.out_of_memory = true;
-      return;
-    }
-  }
+  char* scratch = w.scratch + (w.alone ? 0 : team_place().number) * w.scratch_bytes;
   unsigned status = 0;
   for (; index < w.count; index = w.next.fetch_add(1)) {
     if (w.kind == Work::reduce) {
@@ -163,8 +156,8 @@ void work_body(void* argument) {
       continue;
     }
     const Task task = make_task(w.p, w.plan, index);
-    if (w.kind == Work::forward) w.kernels.forward(w.p, w.plan, task, scratch.get(), &status);
-    if (w.kind == Work::backward) w.kernels.backward(w.p, w.plan, task, scratch.get(), &status);
+    if (w.kind == Work::forward) w.kernels.forward(w.p, w.plan, task, scratch, &status);
+    if (w.kind == Work::backward) w.kernels.backward(w.p, w.plan, task, scratch, &status);
   }
   w.status.fetch_or(status);
 }
@@ -174,9 +167,14 @@ unsigned run(Work& w, double flops) {
   const int64_t useful = int64_t(flops / kFlopsPerThread) + 1;
   if (threads > useful) threads = useful;
   if (threads > w.count) threads = w.count;
+  if (!w.count) return 0;
   w.alone = threads <= 1;  // the caller may itself be one thread of a team
-  if (w.count) run_parallel(int(threads), w.kind == Work::decode ? decode_body : work_body, &w);
-  if (w.out_of_memory) throw std::bad_alloc();
+  // One allocation by the caller: what a worker frees, its allocator returns to the system and faults in again next time.
+  w.scratch_bytes = (w.scratch_bytes + 63) / 64 * 64;
+  Buffer scratch;
+  if (w.scratch_bytes) scratch = allocate((w.alone ? 1 : threads) * w.scratch_bytes);
+  w.scratch = static_cast<char*>(scratch.get());
+  run_parallel(int(threads), w.kind == Work::decode ? decode_body : work_body, &w);
   return w.status;
 }
 

@@ -84,10 +84,17 @@ template <class T> EFLA_INLINE Vec<T> sum_each(Vec<T> (&v)[kLanes<T>]) {
   return v[0];
 }
 
-template <class T> EFLA_INLINE T sum(Vec<T> v) {
-  T s = 0;
-  for (int i = 0; i < kLanes<T>; ++i) s += v[i];
-  return s;
+template <class T, int shift, size_t... I> EFLA_INLINE Vec<T> rotate_of(Vec<T> v, std::index_sequence<I...>) {
+  return EFLA_SHUFFLE(T, v, v, ((I + shift) % sizeof...(I))...);
+}
+
+// Halves are added until one lane is left: a chain of log2(lanes) additions.
+template <class T, int half = kLanes<T> / 2> EFLA_INLINE T sum(Vec<T> v) {
+  if constexpr (half == 0) {
+    return v[0];
+  } else {
+    return sum<T, half / 2>(v + rotate_of<T, half>(v, std::make_index_sequence<kLanes<T>>{}));
+  }
 }
 
 // v becomes its transpose, as a square matrix of rows.

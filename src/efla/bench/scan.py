@@ -89,15 +89,19 @@ def lengths(threads: int, rounds: int) -> Iterator[list[Measurement]]:
 
 
 def decode(threads: int, rounds: int) -> Iterator[list[Measurement]]:
-    """One token, the state carried over: the whole call as a model makes it."""
+    """Token after token, the state carried over: the whole call as a model makes it.
+
+    One pass over the state, by torch's in-place product, is the limit: every token must read and write all of it.
+    """
     for width in (64, 128):
         for batch in DECODE_BATCHES:
             size = Size(batch, 1, 8, width)
-            repeats = max(4, 64 // batch)
+            repeats = 64 if batch <= 16 else 16
             calls = {
                 "native": decode_call(size, "gated_delta"),
                 "native efla": decode_call(size, "efla"),
                 "transformers": transformers_decode_call(size),
+                "one pass over the state": state_pass_call(size),
             }
             yield compare(
                 f"decode {size}",
@@ -186,6 +190,11 @@ def decode_call(size: Size, rule: str) -> Callable[[], object]:
         )
 
     return call
+
+
+def state_pass_call(size: Size) -> Callable[[], object]:
+    state = torch.ones(size.batch, size.heads, size.width, size.width)
+    return lambda: state.mul_(0.999)
 
 
 def transformers_forward_call(size: Size) -> Callable[[], object]:
