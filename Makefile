@@ -17,7 +17,7 @@ setup: $(STAMP)
 $(STAMP): pyproject.toml constraints.txt $(wildcard csrc/*)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[experiments,eval,dev]'
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[experiments,eval,train,tokenizers,dev]'
 	touch $(STAMP)
 
 demo: setup

@@ -20,7 +20,7 @@ from efla.errors import unknown_name
 
 
 def bench(
-    what: Annotated[Literal["scan", "models", "smnist", "mad", "evaluation"], tyro.conf.Positional] = "scan",
+    what: Annotated[Literal["scan", "models", "train", "smnist", "mad", "evaluation"], tyro.conf.Positional] = "scan",
     /,
     suite: tuple[str, ...] = (),
     threads: int | None = None,
@@ -34,10 +34,10 @@ def bench(
     Refuses to print a number if a backend is wrong. Nothing else should run meanwhile.
 
     Args:
-        what: The scan alone, whole models, a training step of the sequential MNIST classifier or of the MAD model, or the
-            scoring of multiple-choice questions (needs EFLA_DATA).
+        what: The scan alone, whole models, training (a step, the loop, preparing text), a training step of the
+            sequential MNIST classifier or of the MAD model, or the scoring of multiple-choice questions (needs EFLA_DATA).
         suite: Which parts to run, all by default. Scan: headline, rules, lengths, decode. Models: throughput, contexts.
-            Smnist: training. Mad: step, scan. Evaluation: hellaswag.
+            Train: step, surroundings, preparing. Smnist: training. Mad: step, scan. Evaluation: hellaswag.
         threads: Threads for every contender; default is torch's own number.
         rounds: How often each contender is timed; medians and quartiles are reported.
         json: Print rows as JSON instead of tables.

@@ -56,7 +56,11 @@ def run(config: TrainConfig, output: Path, *, console: Console | None = None) ->
     try:
         with OutputFolder(output, config, writes=engine.is_main), Interruption() as asked:
             engine.barrier()
-            return Run(config, output, engine, console if engine.is_main else None).train(asked)
+            process = Run(config, output, engine, console if engine.is_main else None)
+            try:
+                return process.train(asked)
+            finally:
+                process.close()
     finally:
         engine.close()
 
@@ -129,9 +133,11 @@ class Run:
             export(self.model, self.tokenizer, self.output / MODEL, self.engine)
             self._log("end", why="finished")
             display.line(f"finished: {self.output / MODEL}")
+        return Outcome(self.step, self.validation, self.skipped, 0, finished=True)
+
+    def close(self) -> None:
         if self.metrics is not None:
             self.metrics.close()
-        return Outcome(self.step, self.validation, self.skipped, 0, finished=True)
 
     def _after_step(self, result: StepResult, rate: float, seconds: float) -> None:
         tokens_per_second = self.config.tokens_per_step / seconds
@@ -158,7 +164,11 @@ class Run:
         if policy.nonfinite == "stop" or self.skipped > policy.max_skipped:
             last = self.checkpoints.saved()
             where = f"the last good checkpoint is {last[-1]}" if last else "no checkpoint was saved yet"
-            reason = "" if policy.nonfinite == "stop" else f", the {self.skipped}th such step (--max-skipped)"
+            reason = (
+                ""
+                if policy.nonfinite == "stop"
+                else f", {self.skipped} such steps (--max-skipped {policy.max_skipped})"
+            )
             self._log("end", why="not finite")
             raise RuntimeError(
                 f"{what}{reason}; stopped before the weights changed, {where}. Lower --peak-rate, or look at the data"
