@@ -23,6 +23,9 @@ from efla.evaluation.states import fork
 MIN_SHARED = 8
 """Fewer shared tokens than these are not worth a pass of their own."""
 
+LEAST_FILLED, LEAST_TOKENS = 0.8, 512
+"""A batch of at least so many tokens takes in no row that would fill less than this part of its width."""
+
 MAX_LOGITS = 2**26
 """Logits held at once; a vocabulary of 32,000 then takes 2,097 tokens at a time (256 MB)."""
 
@@ -80,7 +83,9 @@ def score(
                 scores[index] = value
             if done is not None:
                 done(finished)
-    return [value for value in scores if value is not None]
+    found = [value for value in scores if value is not None]
+    assert len(found) == len(requests), "every request gets a score"
+    return found
 
 
 class _Family(NamedTuple):
@@ -157,27 +162,42 @@ def shared_length(requests: Sequence[Request]) -> int:
     return limit
 
 
+def _batches(lengths: Sequence[int], budget: int) -> Iterator[slice]:
+    """Slices of lengths in descending order whose padded size stays within the budget of tokens.
+
+    A batch of some hundred tokens also ends where the next row would be mostly padding: a pass more costs less than that.
+    """
+    start = 0
+    while start < len(lengths):
+        width = max(1, lengths[start])
+        end = start + 1
+        while end < len(lengths) and (end - start + 1) * width <= budget:
+            if lengths[end] < LEAST_FILLED * width and (end - start) * width >= LEAST_TOKENS:
+                break
+            end += 1
+        yield slice(start, end)
+        start = end
+
+
 def _score_singles(
     runner: _Runner, requests: Sequence[Request], singles: list[int], batch_tokens: int
 ) -> Iterator[list[tuple[int, Score]]]:
     """Each sequence on its own, padded on the right, where padding changes nothing."""
     order = sorted(singles, key=lambda i: -len(requests[i].tokens))
-    at = 0
-    while at < len(order):
-        length = len(requests[order[at]].tokens) - 1
-        rows = max(1, batch_tokens // length)
-        batch = [requests[i] for i in order[at : at + rows]]
-        keep = max(length - (len(r.tokens) - 1 - r.num_scored) for r in batch)
-        fitting = max(1, runner.max_rows_of_logits // keep)
-        batch = batch[:fitting]
-        keep = max(length - (len(r.tokens) - 1 - r.num_scored) for r in batch)
-        logits = runner.logits(_padded([r.tokens[:-1] for r in batch], runner.device), keep)
-        found = []
-        for row, request in enumerate(batch):
-            end = len(request.tokens) - 1 - (length - keep)  # in the kept logits
-            found.append((order[at + row], _score_row(logits[row, end - request.num_scored : end], request)))
-        yield found
-        at += len(batch)
+    for chosen in _batches([len(requests[i].tokens) - 1 for i in order], batch_tokens):
+        whole = order[chosen]
+        length = len(requests[whole[0]].tokens) - 1
+        # Logits are kept from the first scored position of any row on; many rows of a large vocabulary take several passes.
+        keep = max(length - (len(requests[i].tokens) - 1 - requests[i].num_scored) for i in whole)
+        rows = max(1, runner.max_rows_of_logits // keep)
+        for at in range(0, len(whole), rows):
+            batch = whole[at : at + rows]
+            logits = runner.logits(_padded([requests[i].tokens[:-1] for i in batch], runner.device, length), keep)
+            found = []
+            for row, i in enumerate(batch):
+                end = len(requests[i].tokens) - 1 - (length - keep)  # in the kept logits
+                found.append((i, _score_row(logits[row, end - requests[i].num_scored : end], requests[i])))
+            yield found
 
 
 def _score_families(
@@ -185,15 +205,14 @@ def _score_families(
 ) -> Iterator[list[tuple[int, Score]]]:
     """One pass over what each family shares, then one over all their continuations from forked states."""
     order = sorted(families, key=lambda family: -family.shared)
-    at = 0
-    while at < len(order):
-        length = order[at].shared
-        batch = order[at : at + max(1, batch_tokens // length)]
-        at += len(batch)
-        tokens = _padded([requests[f.members[0]].tokens[: f.shared] for f in batch], runner.device, left=True)
-        lengths = torch.tensor([f.shared for f in batch], device=runner.device)
+    for chosen in _batches([family.shared for family in order], batch_tokens):
+        batch = order[chosen]
+        length = batch[0].shared
+        prefixes = [requests[family.members[0]].tokens[: family.shared] for family in batch]
+        lengths = torch.tensor([family.shared for family in batch], device=runner.device)
         mask = (torch.arange(length, device=runner.device) >= length - lengths[:, None]).long()
         is_padded = bool((lengths < length).any())
+        tokens = _padded(prefixes, runner.device, length, left=True)
         first, cache = runner.prefill(tokens, mask if is_padded else None)
         found = []
         rests = []  # (row of the prefill, index, tokens after the shared ones)
@@ -207,14 +226,12 @@ def _score_families(
         if found:
             yield found
         rests.sort(key=lambda item: -len(item[2]))
-        while rests:
-            width = len(rests[0][2]) - 1
-            rows = max(1, min(batch_tokens, runner.max_rows_of_logits) // width)
-            piece, rests = rests[:rows], rests[rows:]
+        budget = min(batch_tokens, runner.max_rows_of_logits)
+        for part in _batches([len(rest) - 1 for _, _, rest in rests], budget):
+            piece = rests[part]
             of_row = torch.tensor([row for row, _, _ in piece], device=runner.device)
-            inputs = _padded([rest[:-1] for _, _, rest in piece], runner.device)
-            past = mask[of_row] if is_padded else None
-            joined = None if past is None else torch.cat([past, torch.ones_like(inputs)], dim=1)
+            inputs = _padded([rest[:-1] for _, _, rest in piece], runner.device, len(piece[0][2]) - 1)
+            joined = torch.cat([mask[of_row], torch.ones_like(inputs)], dim=1) if is_padded else None
             later = runner.continuation(inputs, fork(cache, of_row), joined)
             found = []
             for k, (row, i, rest) in enumerate(piece):
@@ -228,14 +245,13 @@ def _score_row(logits: Tensor, request: Request) -> Score:
     target = torch.tensor(request.tokens[-request.num_scored :], device=logits.device)
     log_probs = torch.log_softmax(logits.float() if logits.dtype in _HALF else logits, dim=-1)
     picked = log_probs.gather(-1, target[:, None])
-    return Score(float(picked.sum()), bool((logits.argmax(-1) == target).all()))
+    return Score(float(picked.double().sum()), bool((logits.argmax(-1) == target).all()))
 
 
 _HALF = (torch.float16, torch.bfloat16)
 
 
-def _padded(rows: Sequence[Sequence[int]], device: torch.device, left: bool = False) -> Tensor:
-    """Rows of tokens [B, T], filled up with token 0."""
-    length = max(map(len, rows))
+def _padded(rows: Sequence[Sequence[int]], device: torch.device, length: int, left: bool = False) -> Tensor:
+    """Rows of tokens [B, length], filled up with token 0."""
     filled = [[*[0] * (length - len(row)), *row] if left else [*row, *[0] * (length - len(row))] for row in rows]
     return torch.tensor(filled, dtype=torch.long, device=device)
