@@ -13,6 +13,7 @@ from rich.console import Console
 from efla import cli
 from efla.evaluation import local_data
 from efla.evaluation.columns import PAPER_TASKS
+from efla.evaluation.loading import load_model, names_of
 from efla.experiments.framework.rows import read_rows
 from tests.evaluation.models import FAMILIES, data_folder, llama, trained
 from tests.evaluation.small_data import write_small_data
@@ -172,6 +173,18 @@ def test_bad_checkpoints_are_named(folders, tmp_path, capsys):
     weights.write_bytes(b"")
     assert cli.main(["eval", str(folder), *data]) == 1
     assert "could not be read" in capsys.readouterr().err
+
+
+def test_a_training_run_goes_by_its_own_name(folders, tmp_path):
+    for run in ("one", "two"):
+        shutil.copytree(folders / "models/efla", tmp_path / run / "model")
+        (tmp_path / run / "config.json").write_text('{"steps": 10}')  # the training's, not the model's
+    sources = [str(tmp_path / "one"), str(tmp_path / "two/model"), str(folders / "models/efla")]
+    assert list(names_of(sources).values()) == ["one", "two", "efla"]
+    digests = {load_model(source).digest for source in sources}
+    assert len(digests) == 1
+    twins = names_of(["a/x/model", "b/x"])
+    assert twins == {"a/x/model": "a/x", "b/x": "b/x"}
 
 
 def test_a_vocabulary_without_a_tokenizer_is_named(folders, tmp_path, capsys):

@@ -40,12 +40,29 @@ class Loaded:
 
 
 def names_of(sources: list[str]) -> dict[str, str]:
-    """A short name for each model: the folder's last part, more of its path where two are alike."""
-    for parts in range(1, 20):
-        names = {source: "/".join(Path(source).parts[-parts:]).strip("/") or source for source in sources}
+    """A short name for each model: the folder's last part, more of its path where two are alike.
+
+    The folder ``model`` of a training run goes by the run's name.
+    """
+    parts = {source: _parts(source) for source in sources}
+    for count in range(1, 20):
+        names = {source: "/".join(parts[source][-count:]) or source for source in sources}
         if len(set(names.values())) == len(set(sources)):
             return names
     return {source: source for source in sources}
+
+
+def _parts(source: str) -> tuple[str, ...]:
+    parts = tuple(part for part in Path(source).parts if part not in ("/", "."))
+    return parts[:-1] if len(parts) > 1 and parts[-1] == "model" else parts
+
+
+def weights_folder(source: str) -> str:
+    """The folder with the weights: the one given, or the folder ``model`` in that of a training run."""
+    inner = Path(source) / "model"
+    if (inner / "config.json").is_file() and not any(Path(source).glob("*.safetensors")):
+        return str(inner)
+    return source
 
 
 def load_model(
@@ -57,7 +74,7 @@ def load_model(
     device: str = "cpu",
     dtype: str = "auto",
 ) -> Loaded:
-    """The causal language model in a folder or of that name on the Hugging Face hub, from safetensors only.
+    """The causal language model in a folder (or a training run's) or of that name on the hub, from safetensors only.
 
     max_length: default the config's ``max_position_embeddings``, else 2,048.
     """
@@ -68,6 +85,8 @@ def load_model(
 
     if source in presets.names():
         raise ValueError(f"{source!r} is a preset without weights; train it first: efla train --help")
+    name = name or source
+    source = weights_folder(source)
     folder = Path(source)
     if folder.is_dir():
         if not (folder / "config.json").is_file():
@@ -92,7 +111,7 @@ def load_model(
         raise ValueError(f"the model {source!r} could not be loaded: {_line(error)}") from error
     model.to(device).eval()
     limit = getattr(config.get_text_config(), "max_position_embeddings", None) or 2048
-    return Loaded(name or source, model, chosen, int(max_length or limit), _digest(folder, config))
+    return Loaded(name, model, chosen, int(max_length or limit), _digest(folder, config))
 
 
 @contextmanager
