@@ -8,6 +8,7 @@ import sys
 import tyro
 
 import efla
+from efla.allocator import keep_freed_memory
 from efla.errors import unknown_name
 
 # Command -> what it does. The module efla.commands.<name> holds a function <name>, or main(arguments); it is imported when
@@ -30,6 +31,8 @@ COMMANDS = {
 
 def main(argv: list[str] | None = None) -> int:
     """Run one command; returns the process's exit code."""
+    if argv is None:
+        keep_freed_memory()
     arguments = sys.argv[1:] if argv is None else argv
     if not arguments or arguments[0] in ("-h", "--help"):
         print(_usage())

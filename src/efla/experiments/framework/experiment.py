@@ -43,6 +43,8 @@ class Experiment(ABC, Generic[C]):
     title: ClassVar[str]
     config_class: ClassVar[type[Any]]
     """A frozen dataclass of JSON values; fields with metadata ``GRID`` choose cells and may differ within a folder."""
+    side_by_side: ClassVar[bool] = True
+    """Whether cells may run at the same time; those that measure time may not, and get all cores one after another."""
 
     def __init__(self, config: C) -> None:
         self.config = config

@@ -9,7 +9,7 @@ from typing import Any
 
 from efla.experiments.framework.execute import Event, execute
 from efla.experiments.framework.experiment import Cell, Experiment, Record
-from efla.experiments.framework.processes import MALLOC, Emit
+from efla.experiments.framework.processes import Emit
 from efla.experiments.framework.records import from_record, to_record
 
 
@@ -24,12 +24,7 @@ def run_on_ray(experiment: Experiment[Any], cells: Sequence[Cell], workers: int,
         local: dict[str, Any] = {} if os.environ.get("RAY_ADDRESS") else {"num_cpus": workers * threads}
         ray.init(include_dashboard=False, log_to_driver=False, **local)
     try:
-        task = ray.remote(
-            num_cpus=threads,
-            num_gpus=experiment.gpus_per_cell,
-            max_retries=2,
-            runtime_env={"env_vars": MALLOC},
-        )(_run_cell)
+        task = ray.remote(num_cpus=threads, num_gpus=experiment.gpus_per_cell, max_retries=2)(_run_cell)
         waiting = list(cells)
         running: dict[Any, Cell] = {}
         while waiting or running:
@@ -53,7 +48,9 @@ def run_on_ray(experiment: Experiment[Any], cells: Sequence[Cell], workers: int,
 
 def _run_cell(name: str, config: Record, settings: Record, threads: int) -> list[Record]:
     from efla import experiments
+    from efla.allocator import keep_freed_memory
 
+    keep_freed_memory()
     cls = experiments.get(name)
     experiment = cls(from_record(cls.config_class, config))
 

@@ -15,6 +15,7 @@ import traceback
 from typing import IO
 
 from efla import experiments
+from efla.allocator import keep_freed_memory
 from efla.experiments.framework.execute import execute
 from efla.experiments.framework.experiment import Cell
 from efla.experiments.framework.records import Record, dumps, from_record
@@ -23,6 +24,7 @@ _SECONDS_BETWEEN_REPORTS = 0.2
 
 
 def main() -> None:
+    keep_freed_memory()
     out = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)  # whatever a library prints must not get between the messages
     tasks: queue.Queue[Record] = queue.Queue()
