@@ -8,9 +8,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from efla.evaluation import ByteTokenizer, Scorer, lambada, local_data, multiple_choice, wikitext
+from efla.evaluation import (
+    ByteTokenizer,
+    Request,
+    Scorer,
+    carried_log_likelihoods,
+    lambada,
+    local_data,
+    multiple_choice,
+    score,
+    wikitext,
+)
 from efla.evaluation.columns import PAPER_TASKS
+from efla.evaluation.perplexity import why_not_carried
 from efla.evaluation.responses import ResponseLog
 from tests.evaluation.models import FAMILIES, TEXT, UniformLM, data_folder, llama, trained
 from tests.evaluation.small_data import write_small_data
@@ -97,6 +109,30 @@ def test_long_and_truncated_items_of_the_real_sets(name):
         expected = plain_harness(model, ByteTokenizer()).loglikelihood(asked)
     found = ours.loglikelihood(asked)
     assert [value for value, _ in found] == pytest.approx([value for value, _ in expected], abs=1e-4)
+
+
+def test_a_foreign_recurrent_model_is_scored_or_left_out_but_never_wrongly(small_data):
+    """transformers' Mamba-2 keeps its state under another name: plain scores, and no carried state that is not one."""
+    from transformers import Mamba2Config, Mamba2ForCausalLM
+
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "expand": 2, "num_heads": 4, "head_dim": 16, "state_size": 8}
+    config = Mamba2Config(vocab_size=256, n_groups=1, chunk_size=16, bos_token_id=0, eos_token_id=0, **sizes)
+    model = Mamba2ForCausalLM(config).eval()
+    asked = instances(small_data, None, ("piqa", "winogrande"))["loglikelihood"]
+    ours = HarnessModel(model, ByteTokenizer(), max_length=256)
+    with harness_tasks.quiet():
+        expected = plain_harness(model, ByteTokenizer()).loglikelihood(asked)
+    found = ours.loglikelihood(asked)
+    assert [value for value, _ in found] == pytest.approx([value for value, _ in expected], abs=1e-4)
+    texts = [list(TEXT.encode()[:100])]
+    whole = score(model, [Request([0, *texts[0]], 100)])[0].log_prob
+    if why_not_carried(model) is None:
+        carried = carried_log_likelihoods(model, texts, prefix_token=0, max_length=16)
+        assert carried == pytest.approx([whole], abs=1e-3)
+    else:
+        with pytest.raises(ValueError, match="cannot be carried"):
+            carried_log_likelihoods(model, texts, prefix_token=0, max_length=16)
 
 
 def test_an_ordinary_tokenizer_scores_as_the_plain_harness_does(small_data):

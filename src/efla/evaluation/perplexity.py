@@ -65,7 +65,7 @@ def carried_log_likelihoods(
 
     ``max_length`` tokens are read at a time and the state goes on; the result does not depend on it. ``done`` counts texts.
     """
-    reason = why_not_recurrent(model)
+    reason = why_not_carried(model)
     if reason is not None:
         raise ValueError(
             f"the state of this {model.config.model_type!r} model cannot be carried over windows: {reason}"
@@ -110,6 +110,23 @@ def token_log_probs(model: Any, rows: Sequence[Sequence[int]], window: int) -> I
         logits = out.logits.float() if out.logits.dtype in (torch.float16, torch.bfloat16) else out.logits
         picked = logits.gather(-1, tokens[:, 1:, None])[..., 0] - logits.logsumexp(-1)
         yield [picked[i, : len(piece) - 1] for i, piece in enumerate(pieces)]
+
+
+def why_not_carried(model: Any) -> str | None:
+    """Why the model's state cannot be carried over windows, or ``None`` if it can; a foreign model is tried on some tokens."""
+    reason = why_not_recurrent(model)
+    if reason is not None or model.config.model_type == "efla":
+        return reason
+    tokens = [1 + 7 * i % (int(model.config.get_text_config().vocab_size) - 1) for i in range(34)]
+    try:
+        whole = torch.cat([piece[0] for piece in token_log_probs(model, [tokens], 64)])
+        pieces = torch.cat([piece[0] for piece in token_log_probs(model, [tokens], 7)])
+    except Exception as error:
+        return f"transformers' {model.config.model_type!r} does not continue from a state ({type(error).__name__}: {error})"
+    gap = float((whole - pieces).abs().max())
+    return (
+        None if gap < 1e-2 else f"transformers' {model.config.model_type!r} forgets between windows (by {gap:.2g} nats)"
+    )
 
 
 def _window(model: Any) -> int:

@@ -18,10 +18,10 @@ from efla.evaluation.harness_results import item_records, standard_errors
 from efla.evaluation.items import metric_items, write_items
 from efla.evaluation.loading import Loaded, load_model, names_of
 from efla.evaluation.local_data import SOURCES
+from efla.evaluation.perplexity import why_not_carried
 from efla.evaluation.progress import Display, Stopwatch
 from efla.evaluation.responses import ResponseLog, remove_responses
 from efla.evaluation.scorer import Scorer
-from efla.evaluation.states import why_not_recurrent
 from efla.evaluation.tasks import wikitext
 from efla.experiments.framework.folder import RunFolder
 from efla.experiments.framework.provenance import git_commit, machine, versions
@@ -102,7 +102,7 @@ def _evaluate_model(
         if task in earlier:
             display.finished(f"{name}/{task}", summary(earlier[task]), None)
             continue
-        reason = why_not_recurrent(loaded.model) if task == CARRIED else None
+        reason = why_not_carried(loaded.model) if task == CARRIED else None
         if reason is not None:
             display.finished(f"{name}/{task}", f"left out: {reason}", 0.0)
             continue

@@ -33,4 +33,4 @@ def why_not_recurrent(model: Any) -> str | None:
         return None
     if kinds and "linear_attention" in kinds:
         return "some of its layers are softmax attention, whose positions end where training ended"
-    return "it is softmax attention, whose positions end where training ended"
+    return "its layers are softmax attention, whose positions end where training ended, or not known to be recurrent"
