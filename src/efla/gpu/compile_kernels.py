@@ -50,9 +50,15 @@ class CompiledKernel:
     problem: str | None
 
 
-# What the backend is asked for: with these every operation and every kernel of it is reached.
-RULES = {"linear": (False, None), "ssd": (True, None), "efla": (False, "write"), "gated_delta": (True, "write")}
-RULES |= {"gated_efla": (True, "other")}
+# Rule -> whether it decays, and whether it erases nothing, what it writes, or something else. With these every operation
+# is reached, and every kernel of it.
+RULES: dict[str, tuple[bool, str | None]] = {
+    "linear": (False, None),
+    "ssd": (True, None),
+    "efla": (False, "write"),
+    "gated_delta": (True, "write"),
+    "gated_efla": (True, "other"),
+}
 
 
 def requests(width: int, dtype: torch.dtype, packed: bool) -> list[tuple[ScanRequest, bool]]:
