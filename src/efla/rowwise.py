@@ -9,6 +9,9 @@ Shapes: R rows of width D; B batch, T tokens, C channels, W kernel width, N pack
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -20,6 +23,17 @@ from efla.extension import module as native
 
 _SMALL = 8192  # elements below which torch's own operations cost as little
 _MAX_CONV_WIDTH = 16
+_switched_off = ContextVar("rowwise_kernels_switched_off", default=False)
+
+
+@contextmanager
+def without_kernels() -> Iterator[None]:
+    """Torch's own operations while this is open: to see what the kernels bring."""
+    token = _switched_off.set(True)
+    try:
+        yield
+    finally:
+        _switched_off.reset(token)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -56,6 +70,7 @@ def _kernels_take(x: Tensor, *others: Tensor | None) -> bool:
     return (
         native is not None
         and not torch.compiler.is_compiling()
+        and not _switched_off.get()
         and x.device.type == "cpu"
         and x.dtype in DTYPE_CODES
         and x.numel() >= _SMALL
