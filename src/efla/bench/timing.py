@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 
 import torch
@@ -49,6 +49,31 @@ class Measurement:
         return {**asdict(self), "gflops": self.gflops, "per_second": self.per_second}
 
 
+def samples_in_turn(
+    contenders: Sequence[Contender],
+    rounds: int,
+    *,
+    alternate: bool = False,
+    done: Callable[[int], None] | None = None,
+) -> dict[str, list[float]]:
+    """Seconds per call of every contender in every round, after one round that is not measured.
+
+    alternate: every other round runs them backwards, so that none always follows the same one. done: told each round.
+    """
+    samples: dict[str, list[float]] = {contender.name: [] for contender in contenders}
+    for contender in contenders:
+        contender.call()
+    for number in range(rounds):
+        for contender in reversed(contenders) if alternate and number % 2 else contenders:
+            start = time.perf_counter()
+            for _ in range(contender.repeats):
+                contender.call()
+            samples[contender.name].append((time.perf_counter() - start) / contender.repeats)
+        if done is not None:
+            done(number + 1)
+    return samples
+
+
 @torch.no_grad()
 def compare(
     work: str,
@@ -64,16 +89,7 @@ def compare(
 
     Gradients are off; a contender that needs them switches them on.
     """
-    contenders = list(contenders)
-    samples: dict[str, list[float]] = {contender.name: [] for contender in contenders}
-    for contender in contenders:
-        contender.call()
-    for _ in range(rounds):
-        for contender in contenders:
-            start = time.perf_counter()
-            for _ in range(contender.repeats):
-                contender.call()
-            samples[contender.name].append((time.perf_counter() - start) / contender.repeats)
+    samples = samples_in_turn(list(contenders), rounds)
     measurements = []
     for name, times in samples.items():
         quartiles = statistics.quantiles(times, n=4) if len(times) > 1 else times * 3

@@ -1,9 +1,12 @@
-"""``efla reproduce EXPERIMENT``: run an experiment's grid, draw its figures, print its table."""
+"""``efla reproduce EXPERIMENT``: run an experiment's grid, draw its figures, print its table; ``all`` runs every one."""
 
 from __future__ import annotations
 
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import tyro
 from rich.console import Console
@@ -15,6 +18,30 @@ from efla.experiments.framework.rows import read_rows
 from efla.experiments.lm.options import Lm
 from efla.experiments.mad.options import Mad
 from efla.experiments.smnist_robustness.options import Lr, Smnist
+from efla.experiments.throughput.options import Throughput
+
+Executor = Literal["process", "inline", "ray"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class All:
+    """Every experiment with the same profile, and one report on all of them."""
+
+    profile: Literal["quick", "full"] = "quick"
+    """quick: about a quarter of an hour on two cores; full: the better part of a day, resumable."""
+    data: str | None = None
+    """Folder with the data sets (mnist/, corpus/, lambada/, wikitext-2/, eval/); default: EFLA_DATA, else embedded data."""
+
+    def options(self) -> list[Any]:
+        """The experiments in the order in which they are run: what measures time first, while the machine is cool."""
+        return [
+            Exactness(profile=self.profile),
+            Throughput(profile=self.profile),
+            Smnist(profile=self.profile, data=self.data),
+            Lr(profile=self.profile, data=self.data),
+            Mad(profile=self.profile),
+            Lm(profile=self.profile, data=self.data),
+        ]
 
 
 @tyro.conf.configure(tyro.conf.CascadeSubcommandArgs)
@@ -24,33 +51,80 @@ def reproduce(
         | Annotated[Smnist, tyro.conf.subcommand("smnist", prefix_name=False)]
         | Annotated[Mad, tyro.conf.subcommand("mad", prefix_name=False)]
         | Annotated[Lm, tyro.conf.subcommand("lm", prefix_name=False)]
-        | Annotated[Lr, tyro.conf.subcommand("lr", prefix_name=False)],
+        | Annotated[Throughput, tyro.conf.subcommand("throughput", prefix_name=False)]
+        | Annotated[Lr, tyro.conf.subcommand("lr", prefix_name=False)]
+        | Annotated[All, tyro.conf.subcommand("all", prefix_name=False)],
         tyro.conf.arg(name=""),
     ],
     output: Path | None = None,
     workers: int = 2,
-    threads: int = 1,
-    executor: Literal["process", "inline", "ray"] = "process",
+    threads: int | None = None,
+    executor: Executor = "process",
 ) -> int:
     """Run an experiment. Finished cells are kept: the same command continues where the last one stopped.
 
     Args:
         experiment: which experiment, with its own options.
-        output: folder for rows and figures; default runs/EXPERIMENT-PROFILE (smnist and lr share theirs).
-        workers: processes that run cells side by side.
-        threads: threads of each of them; the rows depend on it in the last digits.
+        output: folder for rows and figures; default runs/EXPERIMENT-PROFILE (smnist and lr share theirs). For all: the
+            folder of those folders, default runs.
+        workers: processes that run cells side by side; throughput always takes one.
+        threads: threads of each of them, default 1 (throughput: all cores); the rows depend on it in the last digits.
         executor: process: worker processes; inline: this process; ray: a Ray cluster (RAY_ADDRESS, else a local one).
     """
-    name = type(experiment).__name__.lower()
+
+    def run_one(options: Any, folder: Path | None) -> Path:
+        return _run(options, folder, workers=workers, threads=threads, executor=executor)
+
+    if isinstance(experiment, All):
+        return _run_all(experiment, output or Path("runs"), run_one)
+    print(f"report   efla report {run_one(experiment, output)}")
+    return 0
+
+
+def _run(options: Any, output: Path | None, *, workers: int, threads: int | None, executor: Executor) -> Path:
+    """Run one experiment and print what it showed; returns its folder."""
+    name = type(options).__name__.lower()
     cls = experiments.get(name)
-    folder = output or Path("runs") / f"{cls.folder_name()}-{experiment.profile}"
-    console = Console(stderr=True)
+    folder = output or Path("runs") / f"{cls.folder_name()}-{options.profile}"
+    if threads is None:
+        threads = 1 if cls.side_by_side else os.cpu_count() or 1
     # The exactness study is over before a worker would have started.
     how = "inline" if name == "exactness" and executor == "process" else executor
-    run(cls(experiment.config()), folder, executor=how, workers=workers, threads=threads, console=console)
+    run(
+        cls(options.config()),
+        folder,
+        executor=how,
+        workers=workers if cls.side_by_side else 1,
+        threads=threads,
+        console=Console(stderr=True),
+    )
     rows = read_rows(folder)
     files = cls.plot(rows, folder)
     print(cls.text_summary(rows))
     print("\n".join(["", f"rows     {folder / 'rows.jsonl'}", *(f"figure   {file}" for file in files)]))
-    print(f"report   efla report {folder}")
-    return 0
+    return folder
+
+
+def _run_all(every: All, root: Path, run_one: Callable[[Any, Path | None], Path]) -> int:
+    """Run every experiment into a folder of its own, and report on those that ran; one that fails does not stop the rest."""
+    from efla.report import build
+
+    folders: list[Path] = []
+    failures: dict[str, Exception] = {}
+    for options in every.options():
+        name = type(options).__name__.lower()
+        print(f"\n== {experiments.get(name).title} ==", flush=True)
+        try:
+            folder = run_one(options, root / f"{experiments.get(name).folder_name()}-{every.profile}")
+        except (RuntimeError, ValueError, OSError) as error:
+            failures[name] = error
+            print(f"{name} failed: {error}", flush=True)
+        else:
+            folders += [folder] if folder not in folders else []
+    if folders:
+        page = root / f"report-{every.profile}.html"
+        build(folders, page)
+        print(f"\nreport   {page.resolve()}")
+    if failures:
+        print("not run: " + "; ".join(f"{name} ({str(error).splitlines()[0]})" for name, error in failures.items()))
+    return 1 if failures else 0

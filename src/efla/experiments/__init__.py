@@ -16,6 +16,7 @@ _EXPERIMENTS = {
     "smnist": ("efla.experiments.smnist_robustness.run", "SmnistRobustness"),
     "mad": ("efla.experiments.mad.run", "Mad"),
     "lm": ("efla.experiments.lm.run", "LanguageModels"),
+    "throughput": ("efla.experiments.throughput.run", "Throughput"),
     "lr": ("efla.experiments.lr_robustness.run", "LearningRateRobustness"),
 }
 

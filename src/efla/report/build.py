@@ -15,7 +15,7 @@ from efla.experiments.framework.folder import CONFIG, read_config
 from efla.experiments.framework.rows import ROWS, parse, write_atomically
 from efla.experiments.framework.statistics import grouped
 from efla.experiments.style import ARMS, RULES
-from efla.report import evaluation, exactness, mad, smnist
+from efla.report import evaluation, exactness, front, lm, mad, smnist, throughput
 from efla.report.bars import draw
 from efla.report.chart import swatch
 from efla.report.sections import Section
@@ -24,6 +24,8 @@ _SECTIONS = {
     "exactness": exactness.sections,
     "smnist": smnist.sections,
     "mad": mad.sections,
+    "lm": lm.sections,
+    "throughput": throughput.sections,
     "evaluation": evaluation.sections,
     "evaluation-length": evaluation.length_sections,
 }
@@ -44,6 +46,9 @@ def build(runs: Sequence[Path], output: Path) -> list[Section]:
     environment.globals |= {"render": draw, "swatch": swatch, "grouped": grouped}
     page = environment.get_template("template.html").render(
         sections=list(enumerate(sections, start=1)),
+        front=front.front(sections),
+        not_run=front.not_run(sections),
+        unreachable=front.unreachable(),
         verdicts=Counter(claim.verdict for section in sections for claim in section.claims),
         style=(_HERE / "style.css").read_text() + _colours(),
         script=(_HERE / "script.js").read_text(),

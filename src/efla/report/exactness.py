@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+from efla.experiments.exactness.claims import claims
 from efla.experiments.exactness.plot import by_study, table
 from efla.experiments.framework.experiment import Record
 from efla.experiments.framework.records import number
@@ -76,6 +77,7 @@ def sections(rows: Sequence[Record], source: str) -> list[Section]:
             source=source,
             intro="A token is one step of size x = βλ along the delta rule's differential equation. "
             "Each rule is held to the true flow.",
+            claims=claims(rows),
             figures=[Figure("Every rule against the true flow", note, charts, legend)],
             tables=tables,
             settings=settings_table(cells),

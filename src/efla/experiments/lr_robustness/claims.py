@@ -15,6 +15,7 @@ from efla.experiments.framework.statistics import (
     Spread,
     claims_text,
     compare,
+    effect,
 )
 from efla.experiments.smnist_robustness import select
 from efla.experiments.smnist_robustness.claims import PAIRS
@@ -49,7 +50,7 @@ def _at_the_smallest_rate(rows: Sequence[Record], block: str, other: str, pair: 
         f"final training loss {our_loss.text(1, 3)} against {their_loss.text(1, 3)}; {_seeds(ours, theirs)}"
     )
     sentence = "At rate 1e-4 both have a high training loss, yet EFLA is clearly more accurate"
-    return Claim("c", sentence, pair, compare(ours, theirs), numbers)
+    return Claim("c", sentence, pair, compare(ours, theirs), numbers, effect(ours, theirs))
 
 
 def _as_the_rate_grows(rows: Sequence[Record], block: str, other: str, pair: str, rates: Sequence[float]) -> Claim:

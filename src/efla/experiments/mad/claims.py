@@ -15,6 +15,7 @@ from efla.experiments.framework.statistics import (
     Spread,
     claims_text,
     compare,
+    effect,
     spread,
 )
 from efla.experiments.mad import select
@@ -49,7 +50,7 @@ def _task_claim(rows: Sequence[Record], task: str, other: str) -> Claim:
     assert setting is not None
     ours, theirs = (select.setting_spread(rows, task, setting, arm) for arm in ("exact-flow", other))
     numbers = f"{ours.text(100)} % against {theirs.text(100)} %{_by(ours, theirs)}, {_seeds(ours, theirs)}"
-    return Claim("a", _EACH, f"{task}, {setting}: {PAIRS[other]}", compare(ours, theirs), numbers)
+    return Claim("a", _EACH, f"{task}, {setting}: {PAIRS[other]}", compare(ours, theirs), numbers, effect(ours, theirs))
 
 
 def _mean_claim(rows: Sequence[Record], other: str) -> Claim:
@@ -58,7 +59,7 @@ def _mean_claim(rows: Sequence[Record], other: str) -> Claim:
         f"{ours.text(100, 2)} % against {theirs.text(100, 2)} %{_by(ours, theirs, 2)} "
         f"(paper: {PAPER['EFLA']} against {PAPER['DeltaNet']}), {_seeds(ours, theirs)}"
     )
-    return Claim("b", _MEAN, PAIRS[other], compare(ours, theirs), numbers)
+    return Claim("b", _MEAN, PAIRS[other], compare(ours, theirs), numbers, effect(ours, theirs))
 
 
 def _most_claim(rows: Sequence[Record], other: str) -> Claim:

@@ -6,7 +6,16 @@ from collections import Counter
 from collections.abc import Sequence
 
 from efla.experiments.framework.experiment import Record
-from efla.experiments.framework.statistics import NOT_JUDGED, NOT_SEEN, REVERSED, SEEN, Claim, claims_text, compare
+from efla.experiments.framework.statistics import (
+    NOT_JUDGED,
+    NOT_SEEN,
+    REVERSED,
+    SEEN,
+    Claim,
+    claims_text,
+    compare,
+    effect,
+)
 from efla.experiments.smnist_robustness import select
 from efla.experiments.smnist_robustness.select import Setting
 
@@ -61,7 +70,7 @@ def _claim(rows: Sequence[Record], setting: Setting, kind: str, letter: str, sen
         if diverged:
             numbers += f"; {arm} diverged in training in {diverged} of {len(chosen)} runs"
     pair = f"{PAIRS[other]}; {setting.block} block, rate {setting.rate:g}"
-    return Claim(letter, sentence, pair, verdict, numbers)
+    return Claim(letter, sentence, pair, verdict, numbers, effect(ours, theirs))
 
 
 def text_summary(rows: Sequence[Record]) -> str:

@@ -1,0 +1,37 @@
+"""The paper's claims about the step itself, judged from rows. Nothing is drawn at random but inputs, so nothing has a spread."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from efla.experiments.exactness.plot import by_study
+from efla.experiments.framework.experiment import Record
+from efla.experiments.framework.records import number
+from efla.experiments.framework.statistics import NOT_SEEN, SEEN, Claim
+
+ROUNDING = 1e-12
+"""Relative error below which a float64 step counts as exact."""
+_EXACT = "The closed form removes the Euler error of a token's step"
+_STABLE = "The exact transition never expands the memory, whatever the key's norm"
+
+
+def claims(rows: Sequence[Record]) -> list[Claim]:
+    """Claims (a) on the error against the matrix exponential and (b) on the factor along the key, for both families."""
+    order, stability = by_study(rows, "order"), by_study(rows, "stability")
+    found = []
+    for ours, theirs in (("efla", "delta"), ("gated_efla", "gated_delta")):
+        if ours in order and theirs in order:
+            a, b = (max(number(error) for error in order[rule]["error"]) for rule in (ours, theirs))
+            low, high = min(order[ours]["x"]), max(order[ours]["x"])
+            text = f"largest relative error {a:.1e} against {b:.1e} for step sizes from {low:g} to {high:g}, float64"
+            found.append(Claim("a", _EXACT, f"{ours} against {theirs}", SEEN if a < ROUNDING < b else NOT_SEEN, text))
+    for ours, theirs in (("efla", "delta"), ("gated_efla", "gated_delta")):
+        if ours in stability and theirs in stability:
+            a, b = (number(stability[rule]["stability_limit"]) for rule in (ours, theirs))
+            searched = number(stability[ours]["searched_to"])
+            text = f"no step size up to {searched:g} expands" if math.isinf(a) else f"expands beyond {a:.3g}"
+            text += ", against none" if math.isinf(b) else f", against beyond {b:.3g}"
+            verdict = SEEN if math.isinf(a) and not math.isinf(b) else NOT_SEEN
+            found.append(Claim("b", _STABLE, f"{ours} against {theirs}", verdict, text))
+    return found

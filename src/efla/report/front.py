@@ -1,0 +1,177 @@
+"""The report's front page: every claim of the paper in one table, our verdicts, and a strip of differences for each.
+
+A strip shows each comparison of a claim at its difference in units of the larger standard deviation over seeds, to the
+right if it is as the paper says. Inside the grey band, one deviation, a difference counts as none. What has no spread
+(one seed, or nothing random) stands as a square in the column on the right.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from html import escape
+from typing import NamedTuple
+
+from efla.experiments.framework.statistics import Claim, grouped
+from efla.report.sections import Section
+
+# Where the paper makes each claim, by the section's key and the claim's letter.
+PLACES = {
+    ("exactness", "a"): "Section 3, closed form",
+    ("exactness", "b"): "Section 3, stable dynamics",
+    ("smnist", "a"): "Section 4.3, figure on sMNIST",
+    ("smnist", "b"): "Section 4.3, figure on sMNIST",
+    ("lr", "c"): "Section 4.4, learning rates",
+    ("lr", "d"): "Section 4.4, learning rates",
+    ("lr", "e"): "Section 4.4, learning rates",
+    ("mad", "a"): "Section 4.5, MAD",
+    ("mad", "b"): "Section 4.5, MAD",
+    ("mad", "c"): "Section 4.5, MAD",
+    ("throughput", "a"): "Section 4.6, throughput figure",
+    ("throughput", "b"): "Abstract, conclusion",
+    ("lm", "a"): "Table 1, 340M and 1.3B",
+    ("lm", "b"): "Table 1, gated variants",
+    ("lm", "c"): "Table 1, Section 4.2",
+    ("lm", "d"): "Table 1, averages",
+}
+_NOT_RUN = {
+    "exactness": "The closed form removes the Euler error, and never expands the memory",
+    "smnist": "EFLA is more robust than DeltaNet to scaled, noisy and dropped pixels",
+    "lr": "EFLA is less sensitive to the learning rate",
+    "mad": "EFLA is better than DeltaNet on the six MAD tasks",
+    "throughput": "EFLA trains at nearly the same throughput as DeltaNet",
+    "lm": "EFLA has a lower perplexity and a higher zero-shot accuracy than DeltaNet",
+}
+
+
+class Unreachable(NamedTuple):
+    """A claim that this page cannot test, and what would: a recipe of ``efla train``."""
+
+    place: str
+    sentence: str
+    recipe: str
+
+
+UNREACHABLE = (
+    Unreachable("Table 1, 340M", "At 340M parameters and 8B tokens EFLA has WikiText 35.26, DeltaNet 38.09", "efla-340m-paper"),
+    Unreachable("Table 1, 340M", "Gated EFLA 34.28, Gated DeltaNet 34.93", "gated-efla-340m-paper"),
+    Unreachable("Table 1, 1.3B", "At 1.3B and 50B tokens EFLA has WikiText 18.30, DeltaNet 18.38", "efla-1.3b-paper"),
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Line:
+    """One line of the front page; ``verdict`` is that of the first comparison, ``others`` counts the rest."""
+
+    place: str
+    sentence: str
+    verdict: str
+    others: str
+    numbers: str
+    strip: str
+    anchor: str
+    section: str
+
+
+def front(sections: Sequence[Section]) -> list[Line]:
+    """The claims of the sections in their order, then those not run, then those out of reach."""
+    lines = []
+    for number, section in enumerate(sections, start=1):
+        for first, comparisons in grouped(section.claims):
+            place = PLACES.get((section.key, first.letter))
+            if place is None:
+                continue
+            rest = Counter(claim.verdict for claim in comparisons[1:])
+            lines.append(
+                Line(
+                    place=place,
+                    sentence=first.sentence,
+                    verdict=first.verdict,
+                    others=", ".join(f"{count} {verdict}" for verdict, count in rest.items()),
+                    numbers=_shortened(f"{first.pair}: {first.numbers}"),
+                    strip=strip(comparisons),
+                    anchor=f"#{section.key}-{number}",
+                    section=section.title,
+                )
+            )
+    return lines
+
+
+def _shortened(text: str, limit: int = 240) -> str:
+    """The first parts of a sentence of parts; the section has all of it."""
+    if len(text) <= limit:
+        return text
+    cut = max(text.rfind("; ", 0, limit), text.rfind(", ", 0, limit))
+    return text[: cut if cut > 0 else limit] + " …"
+
+
+def not_run(sections: Sequence[Section]) -> list[tuple[str, str]]:
+    """Claims of experiments that this report has no rows of, with the command that makes them."""
+    there = {section.key for section in sections}
+    return [(sentence, f"efla reproduce {key}") for key, sentence in _NOT_RUN.items() if key not in there]
+
+
+def unreachable() -> list[tuple[str, str, str]]:
+    """Claims at the paper's own scale: place and sentence, the command, and its cost in GPU-hours by our accounting."""
+    from efla.models.accounting import flops_per_token
+    from efla.train import recipes
+    from efla.train.estimate import DEVICES, Machines
+
+    found = []
+    for claim in UNREACHABLE:
+        config = recipes.get(claim.recipe)
+        flops = 3 * flops_per_token(config.model_config(), config.data.length // 2) * config.total_tokens
+        hours = flops / (DEVICES["a100"] * 1e12 * Machines().utilisation) / 3600
+        cost = f"{flops:.2g} operations for one model, about {hours:,.0f} A100-hours at {Machines().utilisation:.0%} of the peak"
+        found.append((f"{claim.place}: {claim.sentence}", f"efla train --recipe {claim.recipe}", cost))
+    return found
+
+
+_WIDTH, _HEIGHT, _GUTTER, _REACH = 250, 24, 34, 8.0
+
+
+def strip(comparisons: Sequence[Claim]) -> str:
+    """The comparisons of one claim as a small SVG."""
+    middle, end = (_WIDTH - _GUTTER) / 2, _WIDTH - _GUTTER
+    per = (middle - 10) / _REACH
+    y = _HEIGHT / 2
+    parts = [
+        f'<svg class="strip" viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" aria-label="{escape(_describe(comparisons))}">',
+        f'<path class="none" d="M{middle - per:.1f} 2h{2 * per:.1f}v{_HEIGHT - 4}h{-2 * per:.1f}Z"/>',
+        f'<line class="grid" x1="4" x2="{end - 4:.1f}" y1="{y}" y2="{y}"/>',
+        f'<line class="axis" x1="{middle:.1f}" x2="{middle:.1f}" y1="2" y2="{_HEIGHT - 2}"/>',
+    ]
+    without = 0
+    for claim in comparisons:
+        kind = claim.verdict.replace(" ", "-")
+        title = f"<title>{escape(f'{claim.verdict}: {claim.pair}')}</title>"
+        if claim.effect is None:
+            column, row = without % 4, without // 4 % 3
+            corner = f"M{end + 4 + 7 * column:.1f} {2 + 7 * row}"
+            parts.append(f'<path class="mark {kind}" d="{corner}h5v5h-5Z">{title}</path>')
+            without += 1
+            continue
+        at = max(-_REACH, min(_REACH, claim.effect))
+        x = middle + per * at
+        if abs(claim.effect) > _REACH:
+            tip = 6 if claim.effect > 0 else -6
+            parts.append(
+                f'<path class="mark {kind}" d="M{x:.1f} {y - 5}L{x + tip:.1f} {y}L{x:.1f} {y + 5}Z">{title}</path>'
+            )
+        else:
+            parts.append(f'<circle class="mark {kind}" cx="{x:.1f}" cy="{y}" r="4.2">{title}</circle>')
+    return "".join([*parts, "</svg>"])
+
+
+def _describe(comparisons: Sequence[Claim]) -> str:
+    return f"{len(comparisons)} comparison(s): {'; '.join(claim.verdict + _by(claim.effect) for claim in comparisons)}"
+
+
+def _by(effect: float | None) -> str:
+    if effect is None:
+        return ""
+    if abs(effect) > _REACH:
+        return f" by {'more' if effect > 0 else 'less'} than {math.copysign(_REACH, effect):+g} standard deviations"
+    return f" by {effect:+.1f} standard deviations"

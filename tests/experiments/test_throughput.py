@@ -1,0 +1,153 @@
+"""The throughput measurement: arms in turn, ratios within a round, memory, verdicts from rows alone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import tyro
+from rich.console import Console
+
+from efla.bench.timing import Contender, samples_in_turn
+from efla.commands.reproduce import reproduce
+from efla.experiments.framework import run
+from efla.experiments.framework.rows import read_rows
+from efla.experiments.throughput import claims, select
+from efla.experiments.throughput.config import Setting, ThroughputConfig, settings_of
+from efla.experiments.throughput.memory import PeakMemory
+from efla.experiments.throughput.options import Throughput as Options
+from efla.experiments.throughput.run import Throughput, stepper
+
+
+def tiny(**changes: Any) -> ThroughputConfig:
+    fields: dict[str, Any] = {
+        "profile": "quick", "size": "quick", "arms": ("delta-l2", "exact-flow", "attention"), "rounds": 3,
+        "settings": (Setting(16, 2), Setting(32, 1)),
+    }  # fmt: skip
+    return ThroughputConfig(**(fields | changes))
+
+
+def made_up(times: dict[str, list[float]], **fields: Any) -> list[dict[str, Any]]:
+    """Rows of two settings with the given seconds."""
+    rows = []
+    for length, batch in ((128, 8), (1024, 1)):
+        rows.append(
+            {
+                "row": "cell", "cell": f"length={length} batch={batch}", "length": length, "batch": batch, "tokens": 1024,
+                "arms": {arm: {"parameters": 100, "flops_per_token": 1} for arm in times},
+                "timing": {arm: {"seconds": s, "peak_memory_growth": 10**6} for arm, s in times.items()},
+                "device": "cpu", "threads": 2, "wall_seconds": 1.0, "started": "2026-01-01T00:00:00", "versions": {},
+                "commit": None, "machine": {}, **fields,
+                "config": {"profile": "quick", "size": "quick", "precision": "float32"},
+            }
+        )  # fmt: skip
+    return rows
+
+
+def test_a_cell_times_every_arm_as_often_and_keeps_every_sample(tmp_path: Path) -> None:
+    run(Throughput(tiny()), tmp_path, executor="inline", console=Console(quiet=True))
+    rows = read_rows(tmp_path)
+    assert [(row["length"], row["batch"], row["tokens"]) for row in rows] == [(16, 2, 32), (32, 1, 32)]
+    for row in rows:
+        assert set(row["timing"]) == {"delta-l2", "exact-flow", "attention"}
+        assert all(len(timing["seconds"]) == 3 for timing in row["timing"].values())
+        assert all(seconds > 0 for timing in row["timing"].values() for seconds in timing["seconds"])
+        assert row["arms"]["exact-flow"]["parameters"] == 471_296
+    assert "exact-flow over delta-l2" in Throughput.text_summary(rows)
+    pytest.importorskip("matplotlib")
+    assert [file.name for file in Throughput.plot(rows, tmp_path)] == ["throughput.png", "throughput.svg"]
+
+
+def test_what_is_timed_is_a_training_step_that_changes_the_weights() -> None:
+    model, step = stepper(tiny(), "exact-flow", Setting(16, 2))
+    before = [p.clone() for p in model.parameters()]
+    with torch.no_grad():  # as the timing of others does
+        step()
+    assert all(not torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True) if b.grad is not None)
+    assert all(p.grad is not None for p in model.parameters())
+
+
+def test_contenders_take_turns_forwards_and_backwards() -> None:
+    called: list[str] = []
+    contenders = [Contender(name, lambda name=name: called.append(name)) for name in "abc"]
+    rounds: list[int] = []
+    samples = samples_in_turn(contenders, 3, alternate=True, done=rounds.append)
+    assert "".join(called) == "abc" + "abc" + "cba" + "abc"
+    assert rounds == [1, 2, 3]
+    assert {name: len(times) for name, times in samples.items()} == {"a": 3, "b": 3, "c": 3}
+
+
+def test_the_ratio_is_taken_within_a_round() -> None:
+    slow = [1.0, 2.0, 4.0, 8.0, 16.0]  # the machine slows down; the pair alike
+    (row, _) = made_up({"delta-l2": slow, "exact-flow": [1.25 * s for s in slow]})
+    ratio = select.ratio(row, "exact-flow", "delta-l2")
+    assert ratio is not None
+    assert (ratio.median, ratio.low, ratio.high, ratio.rounds) == pytest.approx((0.8, 0.8, 0.8, 5))
+    speed = select.tokens_per_second(row, "delta-l2")
+    assert speed is not None
+    assert speed.median == 256.0
+
+
+@pytest.mark.parametrize(("factor", "verdict"), [(1.0, "seen"), (1.04, "seen"), (1.1, "not seen"), (0.9, "not seen")])
+def test_nearly_identical_means_within_five_percent_in_every_setting(factor: float, verdict: str) -> None:
+    rows = made_up({"delta-l2": [1.0] * 5, "exact-flow": [factor] * 5})
+    speed, parameters = claims.claims(rows)
+    assert speed.verdict == verdict
+    assert parameters.verdict == "seen"
+    rows[1]["timing"]["exact-flow"]["seconds"] = [1.5] * 5
+    assert claims.claims(rows)[0].verdict == "not seen"
+
+
+def test_few_rounds_are_not_judged_and_more_parameters_are_noticed() -> None:
+    rows = made_up({"delta-l2": [1.0] * 4, "exact-flow": [1.0] * 4})
+    rows[0]["arms"]["exact-flow"]["parameters"] = 101
+    speed, parameters = claims.claims(rows)
+    assert speed.verdict == "not judged"
+    assert parameters.verdict == "not seen"
+
+
+def test_memory_growth_sees_what_is_held_at_the_peak() -> None:
+    size = 64 * 2**20
+
+    def growth(num_bytes: int) -> int:
+        peak = PeakMemory("cpu")
+        block = torch.ones(num_bytes, dtype=torch.uint8)
+        del block
+        found = peak.growth()
+        if found is None:
+            pytest.skip("this system does not tell the peak of a process")
+        return found
+
+    assert growth(2 * size) == pytest.approx(2 * size, rel=0.1)
+    assert growth(size) == pytest.approx(size, rel=0.1)  # free memory of the call before is not counted
+
+
+def test_settings_have_the_same_tokens_and_bad_ones_are_refused() -> None:
+    assert settings_of(1024, (128, 512)) == (Setting(128, 8), Setting(512, 2))
+    with pytest.raises(ValueError, match="do not divide 1000 tokens"):
+        settings_of(1000, (128,))
+    with pytest.raises(ValueError, match=r"unknown arm of size 340m 'delta-raw'"):
+        tiny(size="340m", arms=("delta-raw",))
+    assert tiny(size="340m", arms=("exact-flow",)).model_config("exact-flow").hidden_size == 1024
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_gpu_that_is_not_there_is_a_clear_error() -> None:
+    with pytest.raises(RuntimeError, match="no GPU here"):
+        Options(device="cuda").config()
+    assert Options().config().device == "cpu"
+
+
+def test_the_command_runs_one_cell_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import efla.commands.reproduce as module
+
+    asked: dict[str, Any] = {}
+    monkeypatch.setattr(module, "run", lambda experiment, folder, **kwargs: asked.update(kwargs))
+    monkeypatch.setattr(module, "read_rows", lambda folder: made_up({"delta-l2": [1.0] * 5}))
+    monkeypatch.setattr(Throughput, "plot", classmethod(lambda cls, rows, folder: []))
+    arguments = ["throughput", "--workers", "4", "--output", str(tmp_path)]
+    tyro.cli(reproduce, args=arguments)
+    assert asked["workers"] == 1
+    assert asked["threads"] >= 1

@@ -1,0 +1,125 @@
+"""The front page: every claim with its place in the paper, a verdict, and a strip of differences."""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+import re
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from efla import experiments
+from efla.experiments.framework.rows import append_rows
+from efla.experiments.framework.statistics import Claim, compare, effect, spread
+from efla.report import build, front
+from efla.report.sections import Section
+
+pytest.importorskip("jinja2")
+
+
+def helper(name: str, file: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, Path(__file__).parents[1] / file)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def write(folder: Path, experiment: str, rows: list[dict]) -> Path:  # type: ignore[type-arg]
+    folder.mkdir()
+    (folder / "config.json").write_text(f'{{"format": 1, "experiment": "{experiment}", "protocol": {{}}}}')
+    for row in rows:
+        append_rows(folder, [row])
+    return folder
+
+
+def section(*claims: Claim, key: str = "lm") -> Section:
+    return Section(key=key, title="T", source="s", intro="i", claims=claims)
+
+
+def test_a_line_takes_the_first_comparisons_verdict_and_counts_the_others() -> None:
+    claims = [
+        Claim("a", "S", f"pair {i}", v, "n", e)
+        for i, (v, e) in enumerate((("seen", 2.0), ("reversed", -3.0), ("seen", 1.5)))
+    ]
+    (line,) = front.front([section(*claims)])
+    assert (line.verdict, line.others) == ("seen", "1 reversed, 1 seen")
+    assert line.anchor == "#lm-1"
+    assert line.place == front.PLACES["lm", "a"]
+    assert line.strip.count("<circle") == 3
+
+
+def test_a_strip_puts_what_the_paper_claims_to_the_right_and_the_unjudged_apart() -> None:
+    def marks(e: float | None) -> str:
+        return front.strip([Claim("a", "S", "<pair>", "seen", "n", e)])
+
+    def x(e: float) -> float:
+        (found,) = re.findall(r'cx="([\d.]+)"', marks(e))
+        return float(found)
+
+    assert x(-2.0) < x(0.0) < x(1.0) < x(5.0)
+    for far in (100.0, math.inf, -math.inf):
+        assert "<circle" not in marks(far)
+        assert "inf" not in marks(far)
+    assert "h5v5h-5Z" in marks(None)
+    assert "&lt;pair&gt;" in marks(1.0)
+
+
+def test_effects_agree_with_verdicts() -> None:
+    for ours, theirs in (([1, 2, 3], [4, 5, 6]), ([4, 5, 6], [1, 2, 3]), ([1, 2, 3], [1.5, 2.5, 3.5])):
+        for lower in (False, True):
+            a, b = spread(ours), spread(theirs)
+            size = effect(a, b, lower_is_better=lower)
+            assert size is not None
+            expected = "seen" if size > 1 else "reversed" if size < -1 else "not seen"
+            assert compare(a, b, lower_is_better=lower) == expected
+    assert effect(spread([1.0]), spread([2.0])) is None
+    assert effect(spread([1.0, math.nan]), spread([2.0, 2.0])) is None
+    assert effect(spread([1.0, 1.0]), spread([2.0, 2.0])) == -math.inf
+
+
+def test_every_experiment_that_judges_claims_has_places_and_a_sentence_for_when_it_was_not_run() -> None:
+    keys = {key for key, _ in front.PLACES}
+    assert keys == set(front._NOT_RUN) == set(experiments.names())
+    assert [command for _, command in front.not_run([section(key="mad")])] == [
+        f"efla reproduce {key}" for key in front._NOT_RUN if key != "mad"
+    ]
+
+
+def test_what_the_papers_scale_costs_comes_from_the_recipes_and_our_accounting() -> None:
+    costs = front.unreachable()
+    assert len(costs) == len(front.UNREACHABLE)
+    small, _, large = (float(re.findall(r"about ([\d,]+) A100", cost)[0].replace(",", "")) for _, _, cost in costs)
+    # 6 operations per parameter and token is the floor; 312 TFLOP/s at 40 %.
+    assert small > 6 * 308.8e6 * 8e9 / (0.4 * 312e12) / 3600
+    assert 10 < large / small < 40
+
+
+def test_the_page_has_language_models_throughput_and_the_front_table(tmp_path: Path) -> None:
+    lm = helper("lm_rows", "experiments/test_lm.py")
+    throughput = helper("throughput_rows", "experiments/test_throughput.py")
+    rows = lm.made_up({"exact-flow": [2.0, 2.01, 2.02], "delta-l2": [2.1, 2.11, 2.12], "mamba2": [2.2]})
+    rows[0]["keys"] = {
+        "quantiles": [0.5, 0.99, 1.0],
+        "layers": [{"layer": 0, "lam": [1, 2, 3], "step_size": [0.1, 1, 2]}],
+    }
+    rows[1]["failed"] = True
+    for row in rows:
+        row["positions"] = {"ends": [64, 128], "bits": [2.5, 2.2], "standard_errors": [0.1, 0.1], "rows": 2}
+    timings = throughput.made_up({"delta-l2": [1.0] * 5, "exact-flow": [1.1] * 5})
+    folders = [write(tmp_path / "lm", "lm", rows), write(tmp_path / "t", "throughput", timings)]
+    sections = build(folders, tmp_path / "report.html")
+    page = (tmp_path / "report.html").read_text()
+    assert [s.key for s in sections] == ["lm", "throughput"]
+    table = re.findall(r'<table class="front">.*?</table>', page, re.DOTALL)[0]
+    assert table.count("<svg") == len(front.front(sections))
+    assert "Any verdict on mamba2: run with one seed" in page
+    assert "only signs may be compared" in page
+    assert "EFLA, 340M, 8B tokens" in page
+    assert "0.909" in page, "the ratio of throughputs"
+    assert "efla train --recipe efla-1.3b-paper" in page
+    for attribute in re.findall(r'(?: d|x1|x2|y1|y2|cx|cy)="([^"]*)"', page):
+        assert "nan" not in attribute.lower()
