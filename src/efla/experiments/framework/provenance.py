@@ -13,6 +13,7 @@ import torch
 
 import efla
 from efla.experiments.framework.records import Record
+from efla.scans.backends import choose_backend
 
 
 @cache
@@ -35,6 +36,12 @@ def git_commit() -> str | None:
         return None
     changed = _git(folder, "status", "--porcelain", "--untracked-files=no")
     return commit + ("+changes" if changed else "")
+
+
+def backend_used(name: str, device: str = "cpu", width: int = 64) -> str:
+    """The backend that runs the scans of a float32 model: the one named, or what "auto" chooses on that device."""
+    k = torch.empty(1, 1, 1, width, device=device)
+    return choose_backend(name, k, k, torch.float32).name
 
 
 @cache

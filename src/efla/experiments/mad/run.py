@@ -8,10 +8,10 @@ from pathlib import Path
 
 import torch
 
-import efla
 from efla.data import mad
 from efla.data.mad import MadData, Setting
 from efla.experiments.framework.experiment import Cell, Experiment, Record, Report
+from efla.experiments.framework.provenance import backend_used
 from efla.experiments.mad.config import ARMS, MadConfig
 from efla.experiments.mad.model import build, parameter_count
 from efla.experiments.mad.train import summary, train
@@ -73,6 +73,7 @@ class Mad(Experiment[MadConfig]):
             model, data, config, rate=chosen["rate"], decay=chosen["decay"], seed=chosen["seed"], report=report
         )
         numbers = summary(result)
+        attention = ARMS[chosen["arm"]].mixer == "attention"
         return [
             {
                 "profile": config.profile,
@@ -85,7 +86,7 @@ class Mad(Experiment[MadConfig]):
                 "schedule": config.schedule,
                 "device": config.device,
                 "precision": config.precision,
-                "backend": backend_used(config, chosen["arm"]),
+                "backend": "torch" if attention else backend_used(config.backend, config.device),
                 "parameters": parameter_count(model),
                 "data": {"source": data.source, "digest": data.digest()[:16], "overlap": data.overlap},
                 **numbers,
@@ -117,12 +118,3 @@ def data_of(config: MadConfig, setting: Setting, seed: int) -> MadData:
     """The sets of a setting, generated or read; the last two are kept, for the arms that come next."""
     folder = config.folder if config.data == "files" else None
     return _data(setting, seed, folder, config.bit_exact, config.guarantee_probe)
-
-
-def backend_used(config: MadConfig, arm: str) -> str:
-    """The backend of the scans: the one named, or the first that runs here, which "auto" chooses on a CPU."""
-    if ARMS[arm].mixer == "attention":
-        return "torch"
-    if config.backend != "auto" or config.device != "cpu":
-        return config.backend
-    return next(name for name, reason in efla.backends().items() if reason is None)

@@ -10,10 +10,11 @@ import torch
 
 from efla.data import smnist
 from efla.experiments.framework.experiment import Cell, Experiment, Record, Report
+from efla.experiments.framework.provenance import backend_used
 from efla.experiments.smnist_robustness.config import SmnistConfig
 from efla.experiments.smnist_robustness.model import Classifier, build, parameter_count
 from efla.experiments.smnist_robustness.perturb import perturb
-from efla.experiments.smnist_robustness.train import Data, backend_used, evaluate, summary, train
+from efla.experiments.smnist_robustness.train import Data, evaluate, summary, train
 
 
 class SmnistRobustness(Experiment[SmnistConfig]):
@@ -59,7 +60,7 @@ class SmnistRobustness(Experiment[SmnistConfig]):
             about
             | {
                 "parameters": parameter_count(model),
-                "backend": backend_used(config),
+                "backend": backend_used(config.backend, width=config.width // config.heads),
                 "clean_accuracy": clean.accuracy,
                 "clean_nonfinite": clean.nonfinite,
                 "clean_images": len(picked),

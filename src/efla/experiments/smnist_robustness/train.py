@@ -12,7 +12,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional
 
-import efla
 from efla.data.smnist import Mnist, sequences
 from efla.experiments.framework.experiment import Record, Report
 from efla.experiments.smnist_robustness.config import SmnistConfig
@@ -131,15 +130,6 @@ def evaluate(model: Classifier, x: Tensor, y: Tensor) -> Score:
     model.probe.keep_all = False
     sizes = model.probe.take()
     return Score(right / len(y), bad / len(y), float(sizes.median()), float(sizes.max()))
-
-
-def backend_used(config: SmnistConfig) -> str:
-    """The backend that runs the scans: the one named, or the first that runs here, which is what "auto" chooses."""
-    return (
-        next(name for name, reason in efla.backends().items() if reason is None)
-        if config.backend == "auto"
-        else config.backend
-    )
 
 
 def summary(result: Trained, config: SmnistConfig) -> Record:
