@@ -14,6 +14,7 @@ from efla import experiments
 from efla.experiments.framework.rows import append_rows
 from efla.experiments.framework.statistics import Claim, compare, effect, spread
 from efla.report import build, front
+from efla.report.build import sections_of
 from efla.report.sections import Section
 
 pytest.importorskip("jinja2")
@@ -96,6 +97,43 @@ def test_what_the_papers_scale_costs_comes_from_the_recipes_and_our_accounting()
     # 6 operations per parameter and token is the floor; 312 TFLOP/s at 40 %.
     assert small > 6 * 308.8e6 * 8e9 / (0.4 * 312e12) / 3600
     assert 10 < large / small < 40
+
+
+DOCS = Path(__file__).parents[2] / "docs"
+
+
+def test_the_costs_on_the_papers_page_are_those_of_the_recipes() -> None:
+    from efla.train import recipes
+    from efla.train.estimate import Machines, estimate
+
+    page = (DOCS / "paper.md").read_text()
+    names = {
+        "EFLA or DeltaNet, 340M": ("efla-340m", "deltanet-340m"),
+        "Gated EFLA or Gated DeltaNet, 340M": ("gated-efla-340m", "gated-deltanet-340m"),
+        "Mamba-2, 340M": ("mamba2-340m",),
+        "EFLA or DeltaNet, 1.3B": ("efla-1.3b", "deltanet-1.3b"),
+    }
+    for title, models in names.items():
+        cells = next(line for line in page.splitlines() if line.startswith(f"| {title} |")).split("|")[2:-1]
+        for model in models:
+            found = estimate(recipes.get(f"{model}-paper"), Machines("a100", 8))
+            hours = found["estimated_hours"]
+            expected = [
+                f"{found['tokens'] / 1e9:.1f} billion",
+                f"{found['training_flops']:.2e}".replace("e+", "e"),
+                f"{8 * hours:.0f}",
+                f"{hours:.0f} h" if hours > 10 else f"{hours:.1f} h",
+            ]
+            assert [cell.strip() for cell in cells] == expected, model
+
+
+def test_the_page_of_claims_is_what_its_rows_say(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make it again with the command it names: efla report RESULTS --markdown docs/claims.md."""
+    page = (DOCS / "claims.md").read_text()
+    (folders,) = re.findall(r"`efla report (.*?) --markdown FILE`", page)
+    monkeypatch.chdir(DOCS.parent)
+    sections = [section for folder in folders.split() for section in sections_of(Path(folder))]
+    assert front.markdown(sections) == page
 
 
 def test_the_page_has_language_models_throughput_and_the_front_table(tmp_path: Path) -> None:

@@ -7,17 +7,23 @@ from typing import Annotated
 
 import tyro
 
+from efla.experiments.framework.rows import write_atomically
 from efla.experiments.framework.statistics import claims_text
 
 
-def report(runs: Annotated[tuple[Path, ...], tyro.conf.Positional], output: Path = Path("report.html")) -> int:
+def report(
+    runs: Annotated[tuple[Path, ...], tyro.conf.Positional],
+    output: Path = Path("report.html"),
+    markdown: Path | None = None,
+) -> int:
     """Make the report: a verdict per claim of the paper, figures, tables, settings, and what may not be concluded.
 
     Args:
         runs: output folders of `efla reproduce`.
         output: the HTML file to write.
+        markdown: also write the claims, verdicts and numbers to this Markdown file.
     """
-    from efla.report import build
+    from efla.report import build, front
 
     sections = build(runs, output)
     for section in sections:
@@ -25,5 +31,8 @@ def report(runs: Annotated[tuple[Path, ...], tyro.conf.Positional], output: Path
         for line in claims_text(section.claims):
             print(f"  {line}")
         print(f"  {section.budget}")
+    if markdown is not None:
+        write_atomically(markdown, front.markdown(sections).encode())
+        print(f"\nclaims: {markdown.resolve()}")
     print(f"\nreport: {output.resolve()}")
     return 0

@@ -129,6 +129,34 @@ def unreachable() -> list[tuple[str, str, str]]:
     return found
 
 
+def markdown(sections: Sequence[Section]) -> str:
+    """Every comparison of every claim as a page for the documentation: a table a section, with its budget."""
+    folders = " ".join(dict.fromkeys(section.source for section in sections))
+    parts = [
+        "# Claims and verdicts",
+        "",
+        f"Made from rows by `efla report {folders} --markdown FILE`; edit none of it by hand. A difference is *seen* when the",
+        "means differ by more than the larger of the two standard deviations over seeds, *reversed* when they do so the other",
+        "way round, else *not seen*; with one seed nothing is judged. [The paper](paper.md) says what each claim means here.",
+    ]
+    for section in sections:
+        claims = [claim for claim in section.claims if (section.key, claim.letter) in PLACES]
+        if not claims:
+            continue
+        parts += ["", f"## {section.title}", "", f"`{section.source}`: {section.budget}", ""]
+        parts += ["| claim | in the paper | comparison | verdict | ours |", "| --- | --- | --- | --- | --- |"]
+        for first, comparisons in grouped(claims):
+            for number, claim in enumerate(comparisons):
+                head = (first.sentence, PLACES[section.key, first.letter]) if number == 0 else ("", "")
+                cells = (*head, claim.pair, f"**{claim.verdict}**", claim.numbers)
+                parts.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
+        parts += ["", "May not be concluded:", "", *(f"- {line}" for line in section.not_concluded)]
+    missing = not_run(sections)
+    if missing:
+        parts += ["", "## Not in these results", "", *(f"- {text} (`{command}`)" for text, command in missing)]
+    return "\n".join(parts) + "\n"
+
+
 _WIDTH, _HEIGHT, _GUTTER, _REACH = 250, 24, 34, 8.0
 
 

@@ -1,0 +1,46 @@
+"""``efla reproduce all``: every experiment, one report; one that cannot run does not stop the others."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import tyro
+
+from efla import experiments
+from efla.commands.reproduce import All, reproduce
+from efla.experiments.exactness.options import Exactness
+from efla.experiments.smnist_robustness.options import Smnist
+from efla.experiments.throughput.options import Throughput
+
+
+def test_it_knows_every_experiment_and_passes_on_profile_and_data() -> None:
+    options = All(profile="full", data="somewhere").options()
+    assert sorted(type(o).__name__.lower() for o in options) == sorted(experiments.names())
+    assert {o.profile for o in options} == {"full"}
+    assert {type(o).__name__ for o in options if getattr(o, "data", None) == "somewhere"} == {"Smnist", "Lr", "Lm"}
+
+
+def test_one_report_of_what_ran_and_a_word_on_what_did_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for package in ("matplotlib", "jinja2"):
+        pytest.importorskip(package)
+    monkeypatch.setattr(
+        All,
+        "options",
+        lambda self: [
+            Exactness(rules=("delta", "efla")),
+            Smnist(data=str(tmp_path / "nowhere")),
+            Throughput(tokens=32, lengths=(16, 32), rounds=2, arms=("delta-l2", "exact-flow"), device="cpu"),
+        ],
+    )
+    code = tyro.cli(reproduce, args=["all", "--output", str(tmp_path / "runs"), "--executor", "inline"])
+    printed = capsys.readouterr().out
+    assert code == 1
+    assert "not run: smnist (" in printed
+    page = (tmp_path / "runs" / "report-quick.html").read_text()
+    assert "What an exact step buys" in page
+    assert "Training throughput" in page
+    assert (tmp_path / "runs" / "exactness-quick" / "rows.jsonl").exists()
+    assert not (tmp_path / "runs" / "smnist-quick").exists()
