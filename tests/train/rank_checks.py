@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -92,12 +93,25 @@ def train_runs(folder: str):
             config = small(documents="reset", strategy=name, stop_after=stop_after)
             loop.run(config, Path(folder) / f"{name}-stopped")
     loop.run(small(sequence_parallel=2), Path(folder) / "sequence")
-    train_first(str(Path(folder) / "moving"))
+    moving = str(Path(folder) / "moving")
+    train_first(moving)
+    train_alone(moving)
+    train_rest(moving)
     return {}
 
 
 def train_first(folder: str):
     loop.run(small(documents="reset", strategy="fsdp", stop_after=4, keep=9), Path(folder))
+    return {}
+
+
+def train_alone(folder: str):
+    """The first rank for itself, as if there were no others."""
+    if torch.distributed.get_rank() == 0:
+        world, os.environ["WORLD_SIZE"] = os.environ["WORLD_SIZE"], "1"
+        loop.run(small(documents="reset", stop_after=8, keep=9), Path(folder))
+        os.environ["WORLD_SIZE"] = world
+    torch.distributed.barrier()
     return {}
 
 

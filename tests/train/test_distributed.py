@@ -18,7 +18,7 @@ from efla.train.engine import check_layout
 from efla.train.metrics import read_metrics
 
 from .ranks import run_ranks
-from .small import losses, small
+from .small import SIZES, losses, small
 
 
 @pytest.fixture(scope="module")
@@ -70,8 +70,6 @@ def test_a_checkpoint_moves_from_two_ranks_to_one_and_back(alone, two_ranks):
         "shard-00001-model-00001-of-00001.safetensors",
         "shard-00002-model-00001-of-00001.safetensors",
     ]
-    loop.run(small(documents="reset", stop_after=8, keep=9), folder)
-    run_ranks("train_rest", 2, two_ranks, folder=folder)
     assert losses(folder) == pytest.approx(losses(alone), abs=1e-5)
     starts = [(row["step"], row["world"]) for row in read_metrics(folder) if row["event"] == "start"]
     assert starts == [(0, 2), (4, 1), (8, 2)]
@@ -86,12 +84,18 @@ def test_a_checkpoint_moves_from_four_ranks_to_one_to_two(alone, tmp_path):
     assert losses(folder) == pytest.approx(losses(alone), abs=1e-5)
 
 
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_one_rank_without_torchrun_may_be_wrapped_too(strategy, alone, tmp_path):
+    loop.run(small(documents="reset", strategy=strategy), tmp_path)
+    assert losses(tmp_path) == pytest.approx(losses(alone), abs=1e-5)
+
+
 @pytest.mark.slow
 def test_torchrun_restarts_a_killed_rank_and_goes_on(tmp_path):
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--max-restarts", "1"]
-    command += ["--master-port", "0", "--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0"]
+    command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0"]
     command += ["-m", "efla", "train", "--output", str(tmp_path), "--steps", "60", "--save-every", "5"]
-    command += ["--validate-every", "0", "--strategy", "fsdp", "--device", "cpu"]
+    command += ["--validate-every", "0", "--strategy", "fsdp", "--device", "cpu", "--set", *SIZES]
     process = subprocess.Popen(
         command, env={**os.environ, "OMP_NUM_THREADS": "1"}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )

@@ -25,7 +25,7 @@ from .small import assert_same, losses, numbers, small, tensors
 DRIVER = Path(__file__).with_name("kill_driver.py")
 
 
-@pytest.mark.parametrize("saving", ["sync", "async"])
+@pytest.mark.parametrize("saving", ["sync", pytest.param("async", marks=pytest.mark.slow)])
 def test_killed_at_random_moments_and_while_saving_a_run_ends_the_same(saving, tmp_path):
     loop.run(small(steps=40, save_every=4, async_save=saving == "async"), tmp_path / "whole")
     done = subprocess.run(
@@ -59,7 +59,9 @@ def test_stopped_and_continued_is_the_same_as_never_stopped(tmp_path):
     assert_same(tensors(tmp_path / "whole", 12), tensors(tmp_path / "parts", 12))
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 75), (signal.SIGINT, 130)])
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGTERM, 75), pytest.param(signal.SIGINT, 130, marks=pytest.mark.slow)]
+)
 def test_a_signal_saves_and_exits_with_its_code(number, code, tmp_path):
     command = [sys.executable, "-m", "efla", "train", "--output", str(tmp_path), "--save-every", "0"]
     process = subprocess.Popen(

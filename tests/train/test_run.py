@@ -16,6 +16,7 @@ from efla.data.text import corpora
 from efla.data.text.streams import TokenStream
 from efla.train import loop
 from efla.train.metrics import METRICS, read_metrics, rewind
+from efla.train.plot import plot_run
 from efla.train.step import row_loss
 from efla.train.validation import validate
 
@@ -180,3 +181,17 @@ def test_other_arms_learn_too(arm, tmp_path):
     sizes = (*small().model.set, "num_attention_heads=2") if arm == "attention" else small().model.set
     loop.run(small(model=f"{arm}:quick", set=sizes, steps=20, peak_rate=1e-2, start_rate=1e-3), tmp_path)
     assert losses(tmp_path)[-1] < losses(tmp_path)[0] - 1
+
+
+def test_a_curve_is_drawn_from_the_metrics_alone(tmp_path):
+    pytest.importorskip("matplotlib")
+    rows = [{"event": "step", "step": n, "tokens": 10 * n, "loss": 5 / n} for n in range(1, 1001)]
+    rows += [{"event": "validation", "step": n, "bits_per_token": 5 / n} for n in (10, 1000)]
+    (tmp_path / METRICS).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    for name in ("a.svg", "b.svg"):
+        plot_run(tmp_path, tmp_path / name)
+    assert (tmp_path / "a.svg").read_bytes() == (tmp_path / "b.svg").read_bytes()
+    assert b"<svg" in (tmp_path / "a.svg").read_bytes()
+    (tmp_path / METRICS).write_text("")
+    with pytest.raises(ValueError, match="no finished step to draw"):
+        plot_run(tmp_path, tmp_path / "c.svg")

@@ -38,7 +38,8 @@ class DataOptions:
 
     data: str = "python-docs"
     """A corpus (python-docs, shakespeare, novels, enwik8), a folder of efla prepare, a file or folder of text, or
-    hf:owner/name; the last three are prepared into the output folder first."""
+    hf:owner/name; the last three are prepared into the output folder first (of a hub's data set as many tokens as the
+    run takes)."""
     data_root: str | None = field(default=None, metadata=_MAY_CHANGE)
     """Folder with the files of the corpora; default the one in EFLA_DATA."""
     tokenizer: str = "bytes"
@@ -59,7 +60,7 @@ class DataOptions:
 class OptimizerOptions:
     """How it is trained: AdamW, warm-up and cosine."""
 
-    steps: int = 300
+    steps: int = 500
     """Optimizer steps."""
     peak_rate: float = 2e-3
     """Largest learning rate, at the end of the warm-up."""
@@ -123,7 +124,7 @@ class WatchOptions:
     """Also keep every checkpoint whose step is a multiple of this (0: none)."""
     async_save: bool = False
     """Write checkpoints while training goes on."""
-    validate_every: int = 50
+    validate_every: int = 100
     """Steps between validations (0: at the end only)."""
     validation_tokens: int = 32_768
     """Tokens of the validation text that are used (0: all)."""

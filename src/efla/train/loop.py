@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -245,7 +246,10 @@ class Run:
             if self.engine.is_main:
                 if self.console is not None:
                     self.console.print(f"preparing {options.data} into {folder}", highlight=False)
-                prepared_folder(options.data, options.tokenizer, folder)
+                workers = 1 if options.tokenizer == "bytes" else os.cpu_count() or 1
+                prepared_folder(
+                    options.data, options.tokenizer, folder, max_tokens=self.config.total_tokens, workers=workers
+                )
             self.engine.barrier()
         verify = options.verify_data and self.engine.is_main
         data = open_data(options.data, root=options.data_root, folder=folder, verify=verify)

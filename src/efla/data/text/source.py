@@ -42,11 +42,24 @@ def kind_of(data: str) -> Kind:
     )
 
 
-def prepared_folder(data: str, tokenizer: str, folder: Path, watch: Watcher | None = None, workers: int = 1) -> Path:
-    """Where the tokens of ``data`` are: itself if it is prepared, else prepared into ``folder`` (once)."""
+def prepared_folder(
+    data: str,
+    tokenizer: str,
+    folder: Path,
+    *,
+    max_tokens: int = 0,
+    watch: Watcher | None = None,
+    workers: int = 1,
+) -> Path:
+    """Where the tokens of ``data`` are: itself if it is prepared, else prepared into ``folder`` (once).
+
+    max_tokens: of a data set of the hub no more than this is read; local text is read whole.
+    """
     if kind_of(data) == "prepared":
         return Path(data)
-    prepare(PrepareConfig(sources=(data,), tokenizer=tokenizer), folder, workers=workers, watch=watch)
+    limit = max_tokens if hub.is_hub_name(data) else 0
+    config = PrepareConfig(sources=(data,), tokenizer=tokenizer, max_tokens=limit)
+    prepare(config, folder, workers=workers, watch=watch)
     return folder
 
 
