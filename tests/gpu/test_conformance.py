@@ -82,6 +82,46 @@ def test_a_gate_of_exactly_zero_forgets_everything(rule, length):
         torch.testing.assert_close(actual[name].double(), expected[name], rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("rule", ["efla", "implicit_euler", "gated_efla", "gated_efla_log"])
+@pytest.mark.parametrize("kind", ["mixed_norms", "huge_keys", "tiny_keys", "stiff"])
+def test_gradients_of_keys_are_right_token_by_token_over_36_orders_of_magnitude(rule, kind):
+    inputs = make_inputs(rule, kind=kind, batch=1, length=100, key_heads=1, value_heads=1)
+    got, expected = run(inputs, "fla")["grad_k"].double(), oracle(inputs)["grad_k"]
+    error = (got - expected).abs().amax(-1) / expected.abs().amax(-1)
+    assert float(error.max()) <= 2e-4
+
+
+@pytest.mark.parametrize("rule", ["efla", "implicit_euler", "crank_nicolson", "gated_efla", "gated_efla_log"])
+@pytest.mark.parametrize("length", [1, 80])
+def test_beta_of_1e4_on_keys_of_norm_1e18_is_one_over_lam(rule, length):
+    k = torch.zeros(1, length, 1, 4)
+    k[..., 0] = 1e18
+    v = torch.tensor([2.0, -3.0]).expand(1, length, 1, 2)
+    gate = torch.zeros(1, length, 1) if efla.rules.get(rule).needs_gate else None
+    state = torch.full((1, 1, 4, 2), 1e-18)
+    with torch.no_grad():
+        o, _ = efla.linear_attention(
+            k, k, v, torch.full((1, length, 1), 1e4), gate, rule=rule, initial_state=state, scale=1.0, backend="fla"
+        )
+    # Crank-Nicolson reflects what was stored: v + (v - old) = 2 v - 1; the others forget it.
+    expected = 2 * v - 1 if rule == "crank_nicolson" else v
+    torch.testing.assert_close(o[:, 0], expected[:, 0], rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("recorded", [True, False], ids=["training", "inference"])
+def test_nan_stays_in_its_own_sequence(recorded):
+    clean = make_inputs("gated_efla", packed=[30, 70, 20], initial_state=True)
+    poisoned = replace(clean, k=clean.k.clone())
+    poisoned.k[:, 40] = torch.nan
+    for inputs in (clean, poisoned):
+        inputs.v.requires_grad_(recorded)
+    (clean_o, clean_state), (o, state) = clean.call("fla"), poisoned.call("fla")
+    others = torch.cat([torch.arange(30), torch.arange(100, 120)])
+    assert torch.isnan(o[:, 45]).all()
+    torch.testing.assert_close(o[:, others], clean_o[:, others], rtol=0, atol=0)
+    torch.testing.assert_close(state[[0, 2]], clean_state[[0, 2]], rtol=0, atol=0)
+
+
 @pytest.mark.parametrize("log_gate", [-4.0, -9.0])
 def test_gated_efla_has_the_right_gradients_where_erase_is_tiny(log_gate):
     """erase is about a times write: 0.02 and 1e-4. Both scalars' gradients count, and the rule's own inputs'."""
