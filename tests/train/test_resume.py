@@ -97,6 +97,17 @@ def test_a_finished_run_is_finished_again_at_once(tmp_path):
     assert losses(tmp_path) == before
 
 
+def test_large_checkpoints_are_cut_into_files_and_read_back(tmp_path, monkeypatch):
+    loop.run(small(), tmp_path / "whole")
+    monkeypatch.setattr(checkpoint, "_FILE_BYTES", 20_000)
+    loop.run(small(stop_after=6), tmp_path / "cut")
+    assert len(list((tmp_path / "cut" / "checkpoints" / "step-00000006").glob("*.safetensors"))) > 5
+    monkeypatch.undo()
+    loop.run(small(), tmp_path / "cut")
+    assert numbers(tmp_path / "cut") == numbers(tmp_path / "whole")
+    assert_same(tensors(tmp_path / "whole", 12), tensors(tmp_path / "cut", 12))
+
+
 def test_an_asynchronous_save_holds_the_weights_of_its_step(tmp_path):
     for name in ("sync", "async"):
         loop.run(small(async_save=name == "async", keep=9), tmp_path / name)

@@ -31,6 +31,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import async_save, save
+from torch.distributed.tensor import DTensor
 
 from efla.data.text.shards import checksum
 from efla.experiments.framework.records import Record
@@ -40,6 +41,7 @@ from efla.train.output import explain_write
 
 STATE, MANIFEST = "state.json", "manifest.json"
 _AVERAGES = ("exp_avg", "exp_avg_sq")
+_FILE_BYTES = 1 << 28
 
 
 class Checkpoints:
@@ -81,7 +83,9 @@ class Checkpoints:
             record = {**state, "step": step, "optimizer_steps": _optimizer_steps(optimizer)}
             rank_file = temporary / f"rank-{self.engine.rank:05d}.json"
             rank_file.write_text(json.dumps(_random_state(self.engine.device)))
-            writer = HuggingFaceStorageWriter(path=str(temporary), save_distributed=True)
+            writer = HuggingFaceStorageWriter(
+                path=str(temporary), save_distributed=True, fqn_to_index_mapping=_cut_into_files(tensors)
+            )
             if wait:
                 _write(tensors, writer, self._group)
                 self._finish(temporary, final, record)
@@ -182,6 +186,19 @@ def state_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[st
         for average in _AVERAGES:
             tensors[f"optimizer.{name}.{average}"] = optimizer.state[p][average]
     return tensors
+
+
+def _cut_into_files(tensors: dict[str, Tensor]) -> dict[str, int]:
+    """The number of the file that each tensor goes to, from 1: a file is put together in memory before it is written."""
+    number, filled = 1, 0
+    files = {}
+    for name, tensor in tensors.items():
+        size = (tensor.to_local() if isinstance(tensor, DTensor) else tensor).nbytes
+        if filled and filled + size > _FILE_BYTES:
+            number, filled = number + 1, 0
+        files[name] = number
+        filled += size
+    return files
 
 
 def _write(tensors: dict[str, Tensor], writer: Any, group: dist.ProcessGroup | None) -> Any:
