@@ -11,7 +11,7 @@ from efla.experiments.throughput import select
 from efla.experiments.throughput.config import PAIRS
 from efla.experiments.throughput.select import Quartiles
 from efla.report.bars import Bars, BarSeries
-from efla.report.chart import Point, Series
+from efla.report.chart import Chart, Point, Series
 from efla.report.sections import Figure, Section, Table, budget, settings_table
 
 
@@ -26,15 +26,20 @@ def sections(rows: Sequence[Record], source: str) -> list[Section]:
         BarSeries(arm, ARMS[arm].label, [_point(select.tokens_per_second(row, arm), 0) for row in cells])
         for arm in arms
     ]
-    ratios = [
-        BarSeries(ours, f"{ours} over {theirs}", [_point(select.ratio(row, ours, theirs), 3) for row in cells])
-        for ours, theirs in PAIRS.items()
-        if ours in arms and theirs in arms
-    ]
+    ratios = [_ratios(cells, ours, theirs) for ours, theirs in PAIRS.items() if ours in arms and theirs in arms]
+    lengths = sorted({float(row["length"]) for row in cells})
     top = max((p.high for series in speed for p in series.points if p is not None), default=1.0)
-    charts = [
+    charts: list[Chart | Bars] = [
         Bars("Training throughput", "length × rows", "tokens per second", names, speed, _round_up(top)),  # noqa: RUF001
-        Bars("Ratio of throughputs", "length × rows", "ratio within a round", names, ratios, 1.2),  # noqa: RUF001
+        Chart(
+            "Ratio of throughputs (band: quartiles)",
+            "length of a row",
+            "EFLA over DeltaNet",
+            ratios,
+            _ratio_range(ratios),
+            log_x=len(lengths) > 1,
+            x_ticks=lengths,
+        ),
     ]
     legend = [Series(arm, ARMS[arm].label, [], ARMS[arm].dash, ARMS[arm].width) for arm in arms]
     note = "Medians over rounds; marks are quartiles. Arms take turns within a round."
@@ -60,6 +65,18 @@ def sections(rows: Sequence[Record], source: str) -> list[Section]:
 
 def _point(found: Quartiles | None, digits: int) -> Point | None:
     return None if found is None else Point(0.0, found.median, found.low, found.high, found.text(digits))
+
+
+def _ratios(cells: Sequence[Record], ours: str, theirs: str) -> Series:
+    found = [(float(row["length"]), select.ratio(row, ours, theirs)) for row in cells]
+    drawn = [Point(length, q.median, q.low, q.high, q.text()) for length, q in found if q is not None]
+    return Series(ours, f"{ours} over {theirs}", drawn, ARMS[ours].dash, ARMS[ours].width)
+
+
+def _ratio_range(series: Sequence[Series]) -> tuple[float, float]:
+    """From 0.9 to 1.1, or as far as the quartiles go."""
+    ends = [end for s in series for p in s.points for end in (p.low, p.high)]
+    return min([0.9, *ends]), max([1.1, *ends])
 
 
 def _round_up(value: float) -> float:

@@ -74,10 +74,10 @@ def _compare(rows: Sequence[Record], letter: str, sentence: str, ours: str, thei
     metric = METRICS[name]
     a, b = (select.over_seeds(rows, arm, name) for arm in (ours, theirs))
     lower = metric.lower_is_better
-    text = f"{a.text(metric.unit, metric.digits)} against {b.text(metric.unit, metric.digits)}"
+    text = f"{select.text(a, metric)} against {select.text(b, metric)}"
     difference = metric.unit * (a.mean - b.mean)
     if not math.isnan(difference):
-        text += f": {difference:+.{metric.digits}f}"
+        text += f": {difference:+,.{metric.digits}f}"
         if not lower or b.mean <= 0:
             text += " points" if metric.unit == 100 else ""
         else:
@@ -99,7 +99,7 @@ def _against_the_pair(rows: Sequence[Record], name: str, difference: float) -> s
         return ""
     yardstick = max(deviations)
     words = "smaller" if abs(difference) <= yardstick else "larger"
-    return f", {words} than the spread over seeds of the main pair ({metric.unit * yardstick:.{metric.digits}f})"
+    return f", {words} than the spread over seeds of the main pair ({metric.unit * yardstick:,.{metric.digits}f})"
 
 
 def _seeds(a: Spread, b: Spread) -> str:

@@ -14,6 +14,9 @@ from efla.experiments.lm import select
 from efla.experiments.lm.config import CONTROLS
 from efla.experiments.style import ARMS, figure_style, save
 
+_TALL = 50.0
+"""Step sizes beyond this are drawn on a logarithmic axis."""
+
 
 def plot(rows: Sequence[Record], folder: Path) -> list[Path]:
     """Four panels: validation on the way, test bits with every seed, bits by position, largest step size on the way."""
@@ -102,4 +105,8 @@ def _step_sizes(axis: Any, rows: Sequence[Record], arms: Sequence[str]) -> None:
     axis.axhline(2.0, color="#222222", linewidth=0.8)
     axis.annotate("explicit Euler is stable below 2", (0.99, 2.0), xycoords=("axes fraction", "data"), xytext=(0, 3),
                   textcoords="offset points", fontsize=8, ha="right")  # fmt: skip
-    axis.set(xlabel="million bytes seen", ylabel="largest βλ on a validation batch", yscale="log", title="raw keys")
+    axis.set(xlabel="million bytes seen", ylabel="largest βλ on a validation batch", title="raw keys")
+    if max(largest) > _TALL:
+        axis.set_yscale("log")
+    else:
+        axis.set_ylim(0, None)

@@ -76,9 +76,15 @@ def over_seeds(rows: Sequence[Record], arm: str, name: str, rate: float | None =
     return spread(v for v in values if v is not None)
 
 
+def text(found: Spread, metric: Metric) -> str:
+    """A metric as it is shown, large numbers with commas."""
+    if metric.digits or not found.n or math.isnan(found.mean):
+        return found.text(metric.unit, metric.digits)
+    return f"{found.mean:,.0f}" + ("" if found.n < 2 else f" ± {found.std:,.0f}")
+
+
 def show(rows: Sequence[Record], arm: str, name: str, rate: float | None = None) -> str:
-    metric = METRICS[name]
-    return over_seeds(rows, arm, name, rate).text(metric.unit, metric.digits)
+    return text(over_seeds(rows, arm, name, rate), METRICS[name])
 
 
 def choice(rows: Sequence[Record], arm: str, task: str) -> tuple[float, int] | None:
