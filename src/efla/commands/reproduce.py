@@ -28,7 +28,7 @@ class All:
     """Every experiment with the same profile, and one report on all of them."""
 
     profile: Literal["quick", "full"] = "quick"
-    """quick: about a quarter of an hour on two cores; full: the better part of a day, resumable."""
+    """quick: minutes for each experiment; full: hours for most of them, resumable."""
     data: str | None = None
     """Folder with the data sets (mnist/, corpus/, lambada/, wikitext-2/, eval/); default: EFLA_DATA, else embedded data."""
 

@@ -19,8 +19,8 @@ from efla.report.sections import Section
 
 # Where the paper makes each claim, by the section's key and the claim's letter.
 PLACES = {
-    ("exactness", "a"): "Section 3, closed form",
-    ("exactness", "b"): "Section 3, stable dynamics",
+    ("exactness", "a"): "Section 3.2, closed form",
+    ("exactness", "b"): "Section 3.4, stable dynamics",
     ("smnist", "a"): "Section 4.3, figure on sMNIST",
     ("smnist", "b"): "Section 4.3, figure on sMNIST",
     ("lr", "c"): "Section 4.4, learning rates",
