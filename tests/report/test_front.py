@@ -69,6 +69,15 @@ def test_a_strip_puts_what_the_paper_claims_to_the_right_and_the_unjudged_apart(
     assert "&lt;pair&gt;" in marks(1.0)
 
 
+def test_the_picture_has_a_piece_for_every_comparison_in_the_order_of_verdicts() -> None:
+    verdicts = ("not judged", "reversed", "seen", "not seen", "seen")
+    svg = front.picture([section(*(Claim("a", "S", "<p>", v, "n") for v in verdicts)), section(key="mad")])
+    assert re.findall(r'class="mark ([\w-]+)"', svg) == ["seen", "seen", "not-seen", "reversed", "not-judged"]
+    assert "T: 2 seen, 1 not seen, 1 reversed, 1 not judged" in svg
+    assert "&lt;p&gt;" in svg
+    assert front.picture([section()]) == ""
+
+
 def test_effects_agree_with_verdicts() -> None:
     for ours, theirs in (([1, 2, 3], [4, 5, 6]), ([4, 5, 6], [1, 2, 3]), ([1, 2, 3], [1.5, 2.5, 3.5])):
         for lower in (False, True):

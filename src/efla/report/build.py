@@ -47,6 +47,7 @@ def build(runs: Sequence[Path], output: Path) -> list[Section]:
     page = environment.get_template("template.html").render(
         sections=list(enumerate(sections, start=1)),
         front=front.front(sections),
+        picture=front.picture(sections),
         not_run=front.not_run(sections),
         unreachable=front.unreachable(),
         verdicts=Counter(claim.verdict for section in sections for claim in section.claims),

@@ -14,9 +14,10 @@ from dataclasses import dataclass
 from html import escape
 from typing import NamedTuple
 
-from efla.experiments.framework.statistics import Claim, grouped
+from efla.experiments.framework.statistics import NOT_JUDGED, NOT_SEEN, REVERSED, SEEN, Claim, grouped
 from efla.report.sections import Section
 
+VERDICTS = (SEEN, NOT_SEEN, REVERSED, NOT_JUDGED)
 # Where the paper makes each claim, by the section's key and the claim's letter.
 PLACES = {
     ("exactness", "a"): "Section 3.2, closed form",
@@ -155,6 +156,31 @@ def markdown(sections: Sequence[Section]) -> str:
     if missing:
         parts += ["", "## Not in these results", "", *(f"- {text} (`{command}`)" for text, command in missing)]
     return "\n".join(parts) + "\n"
+
+
+def picture(sections: Sequence[Section]) -> str:
+    """Verdicts by experiment as an SVG: a bar a section, a piece a comparison, coloured by its verdict."""
+    shown = [section for section in sections if section.claims]
+    if not shown:
+        return ""
+    widest = max(len(section.claims) for section in shown)
+    left, row, piece = 300, 30, min(40.0, 440 / widest)
+    height = row * len(shown) + 6
+    told = []
+    parts = []
+    for number, section in enumerate(shown):
+        y = row * number + 6
+        claims = sorted(section.claims, key=lambda claim: VERDICTS.index(claim.verdict))
+        counts = Counter(claim.verdict for claim in claims)
+        told.append(f"{section.title}: " + ", ".join(f"{count} {verdict}" for verdict, count in counts.items()))
+        parts.append(f'<text x="{left - 10}" y="{y + 14}" text-anchor="end">{escape(section.title)}</text>')
+        for place, claim in enumerate(claims):
+            x = left + piece * place
+            title = f"<title>{escape(f'{claim.verdict}: {claim.sentence}; {claim.pair}')}</title>"
+            shape = f"M{x + 1:.1f} {y + 1}h{piece - 3:.1f}v18h{3 - piece:.1f}Z"
+            parts.append(f'<path class="mark {claim.verdict.replace(" ", "-")}" d="{shape}">{title}</path>')
+    label = escape("Verdicts by experiment. " + "; ".join(told))
+    return f'<svg class="picture" viewBox="0 0 760 {height}" role="img" aria-label="{label}">{"".join(parts)}</svg>'
 
 
 _WIDTH, _HEIGHT, _GUTTER, _REACH = 250, 24, 34, 8.0

@@ -138,7 +138,9 @@ def _paper_table() -> Table:
             printed = f"{PRINTED_AVERAGES[size][model]:.1f}"
             values = [f"{row[column.key]:g}" for column in COLUMNS]
             lines.append([f"{model}, {size}, {tokens} tokens", *values, printed, "" if mean is None else f"{mean:.2f}"])
-    title = "The paper's Table 1: 200 times the size, 1,000 times the tokens, other text, so only signs may be compared"
+    title = (
+        "The paper's Table 1: at least 200 times the size, some 1,000 times the tokens, other text: only signs compare"
+    )
     return Table(title, ["model", *(c.title for c in COLUMNS), "Avg. printed", "mean of the 9"], lines)
 
 
