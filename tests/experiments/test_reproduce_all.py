@@ -35,7 +35,9 @@ def test_one_report_of_what_ran_and_a_word_on_what_did_not(
             Throughput(tokens=32, lengths=(16, 32), rounds=2, arms=("delta-l2", "exact-flow"), device="cpu"),
         ],
     )
-    code = tyro.cli(reproduce, args=["all", "--output", str(tmp_path / "runs"), "--executor", "inline"])
+    code = tyro.cli(
+        reproduce, args=["all", "--output", str(tmp_path / "runs"), "--executor", "inline", "--threads", "1"]
+    )
     printed = capsys.readouterr().out
     assert code == 1
     assert "not run: smnist (" in printed
