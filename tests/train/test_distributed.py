@@ -105,7 +105,10 @@ def test_torchrun_restarts_a_killed_rank_and_goes_on(tmp_path):
         time.sleep(0.1)
     children = subprocess.run(["pgrep", "-P", str(process.pid)], capture_output=True, text=True, check=True).stdout
     os.kill(int(children.split()[-1]), signal.SIGKILL)
-    output, _ = process.communicate(timeout=240)
+    try:
+        output, _ = process.communicate(timeout=240)
+    finally:
+        process.kill()
     assert process.returncode == 0, output[-3000:]
     rows = read_metrics(tmp_path)
     starts = [row["step"] for row in rows if row["event"] == "start"]

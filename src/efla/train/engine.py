@@ -15,6 +15,7 @@ from typing import Any, Literal, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -69,12 +70,10 @@ class Engine:
         if owns_group:
             if chosen.type == "cuda":
                 torch.cuda.set_device(chosen)
-            if "MASTER_ADDR" not in os.environ:  # one rank, started without torchrun
-                store = torch._C._distributed_c10d.HashStore()
-                dist.init_process_group(_backend(chosen), store=store, rank=0, world_size=1)
-            else:
-                timeout = datetime.timedelta(minutes=timeout_minutes)
-                dist.init_process_group(_backend(chosen), timeout=timeout)
+            timeout = datetime.timedelta(minutes=timeout_minutes)
+            store, own_rank = _store(timeout)
+            size = -1 if store is None else world
+            dist.init_process_group(_backend(chosen), store=store, rank=own_rank, world_size=size, timeout=timeout)
         rank = dist.get_rank()
         resolved: Strategy = "ddp" if strategy == "auto" else strategy
         mesh = None
@@ -217,6 +216,19 @@ def _device(name: str) -> torch.device:
             raise ValueError("--device cuda, but torch finds no CUDA device here; use --device cpu")
         return torch.device("cuda", local % torch.cuda.device_count())
     return torch.device(name)
+
+
+def _store(timeout: datetime.timedelta) -> tuple[Store | None, int]:
+    """Where ranks find each other, and this rank's number; ``None`` and -1 leave both to torch."""
+    if "MASTER_ADDR" not in os.environ:  # one rank, started without torchrun
+        return HashStore(), 0
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return None, -1
+    # torchrun keeps one store over all its attempts (seen in torch 2.13): without a name of its own a restarted rank
+    # reads the addresses of ranks that are gone, and the attempt fails or hangs.
+    server = TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False, timeout=timeout)
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return PrefixStore(f"efla/attempt-{attempt}", server), int(os.environ["RANK"])
 
 
 def _backend(device: torch.device) -> str:
