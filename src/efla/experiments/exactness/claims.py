@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from efla.experiments.exactness.plot import by_study
+from efla.experiments.exactness.plot import by_study, table
 from efla.experiments.framework.experiment import Record
 from efla.experiments.framework.records import number
 from efla.experiments.framework.statistics import NOT_SEEN, SEEN, Claim
@@ -35,3 +35,17 @@ def claims(rows: Sequence[Record]) -> list[Claim]:
             verdict = SEEN if math.isinf(a) and not math.isinf(b) else NOT_SEEN
             found.append(Claim("b", _STABLE, f"{ours} against {theirs}", verdict, text))
     return found
+
+
+def text_summary(rows: Sequence[Record]) -> str:
+    """The table as plain text, and how far the two forms of the true flow agree."""
+    lines = table(rows)
+    if not lines:
+        return "no finished cells yet"
+    widths = {key: max(len(key), *(len(line[key]) for line in lines)) for key in lines[0]}
+    text = ["  ".join(f"{key:<{widths[key]}}" for key in widths)]
+    text.append("  ".join("-" * width for width in widths.values()))
+    text += ["  ".join(f"{line[key]:<{widths[key]}}" for key in widths) for line in lines]
+    worst = max(number(row["closed_form_against_matrix_exp"]) for row in by_study(rows, "order").values())
+    text.append(f"closed form against torch.linalg.matrix_exp (float64): largest relative difference {worst:.1e}")
+    return "\n".join(text)

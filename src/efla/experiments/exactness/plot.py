@@ -157,20 +157,6 @@ def table(rows: Sequence[Record]) -> list[dict[str, str]]:
     return lines
 
 
-def text_summary(rows: Sequence[Record]) -> str:
-    """The table as plain text, and how far the two forms of the true flow agree."""
-    lines = table(rows)
-    if not lines:
-        return "no finished cells yet"
-    widths = {key: max(len(key), *(len(line[key]) for line in lines)) for key in lines[0]}
-    text = ["  ".join(f"{key:<{widths[key]}}" for key in widths)]
-    text.append("  ".join("-" * width for width in widths.values()))
-    text += ["  ".join(f"{line[key]:<{widths[key]}}" for key in widths) for line in lines]
-    worst = max(number(row["closed_form_against_matrix_exp"]) for row in by_study(rows, "order").values())
-    text.append(f"closed form against torch.linalg.matrix_exp (float64): largest relative difference {worst:.1e}")
-    return "\n".join(text)
-
-
 def _norm(norm: float) -> str:
     return f"{norm:.2f}" if norm < 100 else f"{norm:.3g}"
 

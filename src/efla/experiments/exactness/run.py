@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -33,18 +32,6 @@ class Exactness(Experiment[ExactnessConfig]):
     def run_cell(self, cell: Cell, report: Report) -> list[Record]:
         study = {"order": self._order, "stability": self._stability, "memory": self._memory}[cell.settings["study"]]
         return study(cell.settings["rule"])
-
-    @classmethod
-    def plot(cls, rows: Sequence[Record], folder: Path) -> list[Path]:
-        from efla.experiments.exactness.plot import plot
-
-        return plot(rows, folder)
-
-    @classmethod
-    def text_summary(cls, rows: Sequence[Record]) -> str:
-        from efla.experiments.exactness.plot import text_summary
-
-        return text_summary(rows)
 
     def _order(self, name: str) -> list[Record]:
         """Relative error ||S_rule - S_flow|| / ||S_flow|| of one step of size x = beta lam, and the order it implies.

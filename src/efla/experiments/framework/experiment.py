@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, Protocol, TypeVar
 
 from efla.experiments.framework.records import Record, protocol_of
@@ -89,10 +92,20 @@ class Experiment(ABC, Generic[C]):
 
     @classmethod
     def plot(cls, rows: Sequence[Record], folder: Path) -> list[Path]:
-        """Draw the figures from rows alone; returns the files written."""
-        return []
+        """Draw the figures from rows alone, by ``plot`` in the folder's plot.py; returns the files written."""
+        module = cls._beside("plot")
+        return [] if module is None else list(module.plot(rows, folder))
 
     @classmethod
     def text_summary(cls, rows: Sequence[Record]) -> str:
-        """What a terminal shows at the end, from rows alone (rich markup)."""
-        return ""
+        """What a terminal shows at the end, from rows alone (rich markup), by ``text_summary`` in the folder's claims.py."""
+        module = cls._beside("claims")
+        return "" if module is None else str(module.text_summary(rows))
+
+    @classmethod
+    def _beside(cls, name: str) -> ModuleType | None:
+        """A module of the experiment's own folder, imported when it is needed: figures need an optional package."""
+        package = cls.__module__.rpartition(".")[0]
+        if not package or importlib.util.find_spec(f"{package}.{name}") is None:
+            return None
+        return importlib.import_module(f"{package}.{name}")

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import torch
 
-import efla
 from efla.data.text import corpora
 from efla.evaluation.local_data import SOURCES, find
 from efla.experiments.framework.experiment import Cell, Experiment, Record, Report
+from efla.experiments.framework.provenance import backend_used
 from efla.experiments.lm.config import LmConfig
 from efla.experiments.lm.measure import Subject, measure
 from efla.experiments.lm.train import build, summary, train
@@ -84,7 +84,7 @@ class LanguageModels(Experiment[LmConfig]):
             {
                 "profile": config.profile,
                 "parameters": sum(p.numel() for p in model.parameters()),
-                "backend": backend_used(config, chosen["arm"]),
+                "backend": "torch" if chosen["arm"] == "attention" else backend_used(config.backend, config.device),
                 "data": {
                     "corpus": corpus.name,
                     "source": corpus.source,
@@ -115,24 +115,3 @@ class LanguageModels(Experiment[LmConfig]):
         """Where an unfinished cell keeps its checkpoint."""
         root = self.config.scratch
         return None if root is None else Path(root) / re.sub(r"[^\w.=-]+", "_", cell.id)
-
-    @classmethod
-    def plot(cls, rows: Sequence[Record], folder: Path) -> list[Path]:
-        from efla.experiments.lm.plot import plot
-
-        return plot(rows, folder)
-
-    @classmethod
-    def text_summary(cls, rows: Sequence[Record]) -> str:
-        from efla.experiments.lm.claims import text_summary
-
-        return text_summary(rows)
-
-
-def backend_used(config: LmConfig, arm: str) -> str:
-    """The backend of the scans: the one named, or the first that runs here, which "auto" chooses on a CPU."""
-    if arm == "attention":
-        return "torch"
-    if config.backend != "auto" or config.device != "cpu":
-        return config.backend
-    return next(name for name, reason in efla.backends().items() if reason is None)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
-from pathlib import Path
 
 import torch
 
@@ -93,18 +92,6 @@ class Mad(Experiment[MadConfig]):
                 "show": {"accuracy": numbers["reference_accuracy"], "steps": numbers["steps"]},
             }
         ]
-
-    @classmethod
-    def plot(cls, rows: Sequence[Record], folder: Path) -> list[Path]:
-        from efla.experiments.mad.plot import plot
-
-        return plot(rows, folder)
-
-    @classmethod
-    def text_summary(cls, rows: Sequence[Record]) -> str:
-        from efla.experiments.mad.claims import text_summary
-
-        return text_summary(rows)
 
 
 @lru_cache(maxsize=2)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import cache
-from pathlib import Path
 
 import torch
 
@@ -96,18 +94,6 @@ class SmnistRobustness(Experiment[SmnistConfig]):
                 )  # fmt: skip
                 report(0.92 + 0.08 * len(rows) / total, accuracy=score.accuracy)
         return rows
-
-    @classmethod
-    def plot(cls, rows: Sequence[Record], folder: Path) -> list[Path]:
-        from efla.experiments.smnist_robustness.plot import plot
-
-        return plot(rows, folder)
-
-    @classmethod
-    def text_summary(cls, rows: Sequence[Record]) -> str:
-        from efla.experiments.smnist_robustness.claims import text_summary
-
-        return text_summary(rows)
 
 
 @cache

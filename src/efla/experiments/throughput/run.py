@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -68,18 +67,6 @@ class Throughput(Experiment[ThroughputConfig]):
                 "show": {"tokens_per_second": setting.length * setting.batch / first},
             }
         ]
-
-    @classmethod
-    def plot(cls, rows: Sequence[Record], folder: Path) -> list[Path]:
-        from efla.experiments.throughput.plot import plot
-
-        return plot(rows, folder)
-
-    @classmethod
-    def text_summary(cls, rows: Sequence[Record]) -> str:
-        from efla.experiments.throughput.claims import text_summary
-
-        return text_summary(rows)
 
 
 def stepper(config: ThroughputConfig, arm: str, setting: Setting) -> tuple[Any, Callable[[], object]]:
