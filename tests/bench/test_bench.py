@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 
 import pytest
 
@@ -26,6 +27,19 @@ def test_contenders_take_turns():
     assert measured[0].gflops == pytest.approx(1 / measured[0].median)
 
 
+def test_short_work_is_repeated_until_a_sample_is_long_enough():
+    calls = {"short": 0, "long": 0}
+
+    def work(name, seconds):
+        calls[name] += 1
+        time.sleep(seconds)
+
+    contenders = [timing.Contender(n, lambda n=n, s=s: work(n, s)) for n, s in (("short", 1e-3), ("long", 0.02))]
+    timing.compare("work", contenders, threads=1, rounds=2, sample_seconds=0.015)
+    assert calls["long"] == 5  # two to see how long it takes, one unmeasured, two measured
+    assert calls["short"] > 10
+
+
 def test_useful_work_is_six_k_v_a_token_and_head():
     assert scan.Size(2, 10, 3, 64).flops(scan.FORWARD_FLOPS) == 2 * 10 * 3 * 6 * 64 * 64
 
@@ -36,6 +50,7 @@ def test_every_suite_runs_and_the_command_writes_its_rows(monkeypatch, tmp_path,
     monkeypatch.setattr(scan, "LENGTHS", [16, 32])
     monkeypatch.setattr(scan, "DECODE_BATCHES", [1])
     monkeypatch.setattr(scan, "SGEMM_SIZE", 16)
+    monkeypatch.setattr(scan, "SAMPLE_SECONDS", 0.0)
     monkeypatch.setattr(gate, "check_contenders", lambda: None)
     output, plot = tmp_path / "new" / "rows.json", tmp_path / "lengths.svg"
     assert cli.main(["bench", "--rounds", "2", "--output", str(output), "--plot", str(plot)]) == 0

@@ -37,6 +37,7 @@ class Size:
 
 HEADLINE = [Size(1, 4096, 8, 64), Size(1, 4096, 8, 128), Size(128, 784, 1, 64)]
 LENGTHS = [512, 1024, 2048, 4096, 8192, 16_384, 32_768, 65_536]
+SAMPLE_SECONDS = 0.03
 DECODE_BATCHES = [1, 4, 16, 64]
 # Beyond this length the quadratic and the plain-torch contenders take minutes and say nothing new.
 LONGEST_PEER = 16_384
@@ -85,6 +86,7 @@ def lengths(threads: int, rounds: int) -> Iterator[list[Measurement]]:
                 rounds=rounds,
                 useful_flops=size.flops(FORWARD_FLOPS),
                 flops_of=flops_of,
+                sample_seconds=SAMPLE_SECONDS,
             )
 
 
@@ -272,4 +274,7 @@ def _against_sgemm(
     contenders = [Contender(name, call) for name, call in calls.items()]
     contenders.append(Contender("sgemm", lambda: left @ right))
     flops_of = {"sgemm": 2.0 * SGEMM_SIZE**3}
-    return compare(work, contenders, threads=threads, rounds=rounds, useful_flops=useful_flops, flops_of=flops_of)
+    return compare(
+        work, contenders, threads=threads, rounds=rounds, useful_flops=useful_flops, flops_of=flops_of,
+        sample_seconds=SAMPLE_SECONDS,
+    )  # fmt: skip

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 import torch
 
@@ -84,12 +85,14 @@ def compare(
     useful_flops: float | None = None,
     flops_of: dict[str, float] | None = None,
     items: float | None = None,
+    sample_seconds: float = 0.0,
 ) -> list[Measurement]:
     """Time all contenders ``rounds`` times, one after the other in every round, after one unmeasured round.
 
-    Gradients are off; a contender that needs them switches them on.
+    Gradients are off; a contender that needs them switches them on. ``sample_seconds``: how long a sample lasts at
+    least; shorter work is repeated, so that it is not timed in the caches that the contender before it left behind.
     """
-    samples = samples_in_turn(list(contenders), rounds)
+    samples = samples_in_turn([_repeated(contender, sample_seconds) for contender in contenders], rounds)
     measurements = []
     for name, times in samples.items():
         quartiles = statistics.quantiles(times, n=4) if len(times) > 1 else times * 3
@@ -98,3 +101,14 @@ def compare(
             Measurement(work, name, threads, statistics.median(times), quartiles[0], quartiles[2], rounds, flops, items)
         )
     return measurements
+
+
+def _repeated(contender: Contender, seconds: float) -> Contender:
+    """The contender with as many repeats as make a sample of that length."""
+    if not seconds:
+        return contender
+    contender.call()
+    start = time.perf_counter()
+    contender.call()
+    needed = math.ceil(seconds / (time.perf_counter() - start))
+    return replace(contender, repeats=max(contender.repeats, needed))
