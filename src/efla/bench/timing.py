@@ -87,12 +87,12 @@ def compare(
     items: float | None = None,
     sample_seconds: float = 0.0,
 ) -> list[Measurement]:
-    """Time all contenders ``rounds`` times, one after the other in every round, after one unmeasured round.
+    """Time all contenders ``rounds`` times, one after the other, every other round backwards, after an unmeasured one.
 
     Gradients are off; a contender that needs them switches them on. ``sample_seconds``: how long a sample lasts at
     least; shorter work is repeated, so that it is not timed in the caches that the contender before it left behind.
     """
-    samples = samples_in_turn([_repeated(contender, sample_seconds) for contender in contenders], rounds)
+    samples = samples_in_turn([_repeated(c, sample_seconds) for c in contenders], rounds, alternate=True)
     measurements = []
     for name, times in samples.items():
         quartiles = statistics.quantiles(times, n=4) if len(times) > 1 else times * 3
