@@ -67,7 +67,7 @@ EFLA_INLINE void update(const T* k, const QuadVectors<T, N>& u, T g, const T* fr
     Vec<T> s[N];
     EFLA_UNROLL for (int n = 0; n < N; ++n) {
       s[n] = load(from + j * kPanel + n * kLanes<T>);
-      if constexpr (decay) s[n] *= gv;
+      if constexpr (decay) s[n] = rounded(s[n] * gv);
     }
     EFLA_UNROLL for (int i = 0; i < kQuad; ++i) {
       Vec<T> b = splat<T>(k[i * kRow<T> + j]);
@@ -97,7 +97,7 @@ EFLA_INLINE void read_quad(const KeyTile<Compute<E>>& keys, const ScalarTile<Com
       } else if (i < tokens && left > 0) {
         value = load_some(v + i * v_stride + n * kLanes<T>, left);
       }
-      u[i][n] = s.write[t + i] * value;
+      u[i][n] = rounded(s.write[t + i] * value);
       if constexpr (erases) {
         u[i][n] -= s.erase_start[t + i] * ks[i][n];
         EFLA_UNROLL for (int j = 0; j < i; ++j) u[i][n] -= s.kk[i - j][t + i] * u[j][n];
@@ -112,7 +112,7 @@ EFLA_INLINE void read_quad(const KeyTile<Compute<E>>& keys, const ScalarTile<Com
         continue;
       }
       const int left = valid - n * kLanes<T>;
-      Vec<T> out = s.read_start[t + i] * qs[i][n];
+      Vec<T> out = rounded(s.read_start[t + i] * qs[i][n]);
       EFLA_UNROLL for (int j = 0; j <= i; ++j) out += s.qk[i - j][t + i] * u[j][n];
       if constexpr (whole) {
         store_elements(o + i * o_stride + n * kLanes<T>, out);

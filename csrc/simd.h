@@ -51,6 +51,25 @@ template <class T> EFLA_INLINE void store(T* p, Vec<T> v) { __builtin_memcpy(p, 
 // x - 0 is x for every x, including -0 and NaN, so this folds to a plain broadcast.
 template <class T> EFLA_INLINE Vec<T> splat(T x) { return x - Vec<T>{}; }
 
+// A product that is rounded before it is added to another. In a * b + c * d the compiler may fuse either side, and would
+// choose by its surroundings: the same token must not depend on whether its quad is whole.
+template <class V> EFLA_INLINE V rounded(V x) {
+#if !defined(__clang__) && __GNUC__ >= 12
+  return __builtin_assoc_barrier(x);
+#else
+#if defined(__AVX512F__)
+  __asm__("" : "+v"(x));
+#elif defined(__x86_64__)
+  __asm__("" : "+x"(x));
+#elif defined(__aarch64__)
+  __asm__("" : "+w"(x));
+#else
+  __asm__("" : "+m"(x));
+#endif
+  return x;
+#endif
+}
+
 template <class T, size_t... I> EFLA_INLINE IntVec<T> iota_of(std::index_sequence<I...>) { return IntVec<T>{I...}; }
 template <class T> EFLA_INLINE IntVec<T> iota() { return iota_of<T>(std::make_index_sequence<kLanes<T>>{}); }
 

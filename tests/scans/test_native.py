@@ -20,41 +20,11 @@ from efla.scans.backends import native
 from efla.scans.fused_ops import fused_op
 from efla.testing import assert_matches_oracle, make_inputs, run
 
-from .cases import RULES, SHAPES
+from .cases import RULES
 
 pytestmark = pytest.mark.skipif(native.unavailable() is not None, reason=f"backend 'native' {native.unavailable()}")
 
 LEVELS = native._native.simd_levels() if native.unavailable() is None else []
-
-
-@pytest.fixture
-def simd(request):
-    before = native._native.active_simd()
-    native._native.set_simd(request.param)
-    yield request.param
-    native._native.set_simd(before)
-
-
-@pytest.mark.parametrize("simd", LEVELS, indirect=True)
-@pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize(
-    "shape", ["initial_state", "packed_with_state_and_empty", "grouped_heads", "odd_widths", "l2_norm"]
-)
-def test_every_instruction_set_matches_the_oracle(simd, rule, shape):
-    assert_matches_oracle(make_inputs(rule, **SHAPES[shape]), "native")
-
-
-@pytest.mark.parametrize("simd", LEVELS, indirect=True)
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16], ids=str)
-def test_every_instruction_set_takes_every_precision(simd, dtype):
-    assert_matches_oracle(make_inputs("gated_efla", length=70, initial_state=True, dtype=dtype), "native")
-
-
-@pytest.mark.parametrize("simd", LEVELS, indirect=True)
-@pytest.mark.parametrize("kind", ["mixed_norms", "huge_keys", "tiny_keys", "stiff", "closed_gate", "open_gate"])
-def test_every_instruction_set_stands_hard_numbers(simd, kind):
-    for rule in ("efla", "gated_efla", "gated_efla_log"):
-        assert_matches_oracle(make_inputs(rule, kind=kind, length=100, initial_state=True), "native")
 
 
 @pytest.mark.parametrize("width", [1, 16, 17, 64, 100, 128, 200, 256])
