@@ -230,6 +230,16 @@ def test_selective_copying_asks_for_the_content_in_order(bit_exact: bool, copied
 
 
 @MODES
+def test_blanks_fall_uniformly_between_the_tokens_to_copy(bit_exact: bool) -> None:
+    """None of the B blanks stands before the first of c tokens with probability (1 - 1/c)^B."""
+    count, c, blanks = 2000, 5, 6
+    data = data_of("selective-copying", count, bit_exact, num_tokens_to_copy=c, seq_len=2 * c + 1 + blanks)
+    expected = (1 - 1 / c) ** blanks
+    share = (data.train_inputs[:, 0] < 14).double().mean().item()
+    assert abs(share - expected) < 3 * (expected * (1 - expected) / count) ** 0.5
+
+
+@MODES
 def test_compression_targets_are_the_inputs_and_content_is_uniform_and_independent(bit_exact: bool) -> None:
     data = data_of("compression", 3000, bit_exact)
     inputs = data.train_inputs
