@@ -120,6 +120,13 @@ def train_rest(folder: str):
     return {}
 
 
+def train_hybrid(folder: str):
+    """Two copies of the weights, each sharded over two of the four ranks; stopped halfway and continued."""
+    for stop_after in (6, None):
+        loop.run(small(documents="reset", strategy="hsdp", shard_size=2, stop_after=stop_after), Path(folder))
+    return {}
+
+
 if __name__ == "__main__":
     torch.set_num_threads(1)
     check, result_file, arguments = sys.argv[1:]

@@ -84,6 +84,12 @@ def test_a_checkpoint_moves_from_four_ranks_to_one_to_two(alone, tmp_path):
     assert losses(folder) == pytest.approx(losses(alone), abs=1e-5)
 
 
+@pytest.mark.slow
+def test_four_ranks_in_two_sharded_groups_have_the_losses_of_one(alone, tmp_path):
+    run_ranks("train_hybrid", 4, tmp_path, folder=tmp_path / "hybrid")
+    assert losses(tmp_path / "hybrid") == pytest.approx(losses(alone), abs=1e-5)
+
+
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_one_rank_without_torchrun_may_be_wrapped_too(strategy, alone, tmp_path):
     loop.run(small(documents="reset", strategy=strategy), tmp_path)
