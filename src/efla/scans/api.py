@@ -11,7 +11,8 @@ from efla.scans import validation
 from efla.scans.backends import choose_backend, fla, log_choice, native
 from efla.scans.fused_ops import run_fused
 from efla.scans.keys import l2_normalize, squared_norm
-from efla.scans.torch_ops import needs_gradient, run_scan, without_autocast
+from efla.scans.operators import needs_gradient
+from efla.scans.torch_ops import run_scan, without_autocast
 from efla.scans.types import Backend, FusedRequest, ScanRequest, compute_dtype
 
 

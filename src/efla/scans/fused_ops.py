@@ -5,13 +5,20 @@ The same shape as :mod:`efla.scans.torch_ops`, one level up: inputs are beta and
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from efla.scans import validation
 from efla.scans.backends import native
-from efla.scans.torch_ops import empty_if_none, needs_gradient
+from efla.scans.operators import fake_result, needs_gradient, present, register_gradients
 from efla.scans.types import FusedRequest, ScanResult
+
+_FIELDS = (
+    *("q", "k", "v", "beta", "log_gate", "initial_state"),
+    *("cu_seqlens", "scale", "rule", "qk_l2norm"),
+)
 
 
 @torch.library.custom_op("efla::fused_attention", mutates_args=())
@@ -36,15 +43,10 @@ def fused_op(
 
 
 @fused_op.register_fake
-def _(q, k, v, beta, log_gate, initial_state, cu_seqlens, scale, rule, qk_l2norm, save):  # type: ignore[no-untyped-def]
-    request = _request(q, k, v, beta, log_gate, initial_state, cu_seqlens, scale, rule, qk_l2norm)
-    size: int | torch.SymInt = 0
-    if save and cu_seqlens is not None:
-        size = torch.library.get_ctx().new_dynamic_size()
-    elif save:
-        size = native.saved_size(k, v)
-    saved = k.new_empty(size, dtype=request.compute_dtype)
-    return v.new_empty(v.shape), request.new_state(request.num_sequences), saved
+def _(*arguments):  # type: ignore[no-untyped-def]
+    *fields, save = arguments
+    request = _request(*fields)
+    return fake_result(request, save, lambda: native.saved_size(request.k, request.v))
 
 
 @torch.library.custom_op("efla::fused_attention_backward", mutates_args=())
@@ -66,33 +68,10 @@ def fused_backward_op(
     """Gradients of q, k, v, beta, log_gate, initial_state; empty for those that were ``None``."""
     request = _request(q, k, v, beta, log_gate, initial_state, cu_seqlens, scale, rule, qk_l2norm)
     grads = native.fused_backward(request, saved, grad_o, grad_final_state)
-    d_q, d_k, d_v, d_beta, d_log_gate, d_initial = (empty_if_none(grad, k) for grad in grads)
-    return d_q, d_k, d_v, d_beta, d_log_gate, d_initial
+    return present(grads, k)
 
 
-@fused_backward_op.register_fake
-def _(q, k, v, beta, log_gate, initial_state, *others):  # type: ignore[no-untyped-def]
-    inputs = (q, k, v, beta, log_gate, initial_state)
-    return tuple(k.new_empty(0) if x is None else x.new_empty(x.shape) for x in inputs)
-
-
-def _setup_context(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
-    *tensors, ctx.scale, ctx.rule, ctx.qk_l2norm, _ = inputs
-    ctx.save_for_backward(*tensors, output[2])
-    ctx.mark_non_differentiable(output[2])
-    ctx.set_materialize_grads(False)
-
-
-def _backward(ctx, grad_o, grad_final_state, _grad_saved):  # type: ignore[no-untyped-def]
-    *tensors, cu_seqlens, saved = ctx.saved_tensors
-    if grad_o is None:
-        grad_o = torch.zeros_like(tensors[2])
-    grads = fused_backward_op(*tensors, cu_seqlens, saved, grad_o, grad_final_state, ctx.scale, ctx.rule, ctx.qk_l2norm)
-    kept = [None if x is None else grad for x, grad in zip(tensors, grads, strict=True)]
-    return (*kept, None, None, None, None, None)
-
-
-fused_op.register_autograd(_backward, setup_context=_setup_context)
+register_gradients(fused_op, fused_backward_op, num_tensors=6)
 
 
 def run_fused(request: FusedRequest, *, in_place: bool = False) -> ScanResult:
@@ -125,27 +104,6 @@ def _is_plain_eager(request: FusedRequest) -> bool:
     )
 
 
-def _request(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    beta: Tensor | None,
-    log_gate: Tensor | None,
-    initial_state: Tensor | None,
-    cu_seqlens: Tensor | None,
-    scale: float,
-    rule: str,
-    qk_l2norm: bool,
-) -> FusedRequest:
-    return FusedRequest(
-        q=q,
-        k=k,
-        v=v,
-        beta=beta,
-        log_gate=log_gate,
-        initial_state=initial_state,
-        cu_seqlens=cu_seqlens,
-        scale=scale,
-        rule=rule,
-        qk_l2norm=qk_l2norm,
-    )
+def _request(*arguments: Any) -> FusedRequest:
+    """The operators' first arguments as a request."""
+    return FusedRequest(**dict(zip(_FIELDS, arguments, strict=True)))
