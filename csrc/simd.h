@@ -53,10 +53,8 @@ template <class T> EFLA_INLINE Vec<T> splat(T x) { return x - Vec<T>{}; }
 
 // A product that is rounded before it is added to another. In a * b + c * d the compiler may fuse either side, and would
 // choose by its surroundings: the same token must not depend on whether its quad is whole.
+// The empty statement asks for the product in a register and emits nothing; GCC's __builtin_assoc_barrier takes vectors apart.
 template <class V> EFLA_INLINE V rounded(V x) {
-#if !defined(__clang__) && __GNUC__ >= 12
-  return __builtin_assoc_barrier(x);
-#else
 #if defined(__AVX512F__)
   __asm__("" : "+v"(x));
 #elif defined(__x86_64__)
@@ -67,7 +65,6 @@ template <class V> EFLA_INLINE V rounded(V x) {
   __asm__("" : "+m"(x));
 #endif
   return x;
-#endif
 }
 
 template <class T, size_t... I> EFLA_INLINE IntVec<T> iota_of(std::index_sequence<I...>) { return IntVec<T>{I...}; }
