@@ -215,13 +215,19 @@ def test_options_narrow_the_grid_and_refuse_unknown_names() -> None:
     assert {steps.steps_of(steps.setting(task, "short")) for task in ("memorization", "compression")} == {11}
 
 
-def test_bfloat16_autocast_trains_with_float32_weights() -> None:
-    config = _tiny(precision="bfloat16", steps=40, evaluate_every=20, width=32)
+def test_bfloat16_autocast_trains_as_float32_does_and_keeps_float32_weights() -> None:
     data = _data("in-context-recall")
-    model = build(config, data.setting, "exact-flow", 0)  # type: ignore[attr-defined]
-    result = train(model, data, config, rate=3e-3, decay=0.0, seed=0, report=_quiet)  # type: ignore[arg-type]
-    assert {p.dtype for p in model.parameters()} == {torch.float32}
-    assert result.diverged_at is None and result.scores[-1][1].loss < result.scores[0][1].loss
+    losses = {}
+    for precision in ("float32", "bfloat16"):
+        config = _tiny(precision=precision, steps=20, width=32)
+        model = build(config, data.setting, "exact-flow", 0)  # type: ignore[attr-defined]
+        result = train(model, data, config, rate=3e-3, decay=0.0, seed=0, report=_quiet)  # type: ignore[arg-type]
+        assert {p.dtype for p in model.parameters()} == {torch.float32}
+        assert result.diverged_at is None
+        losses[precision] = result.scores[-1][1].loss
+    assert losses["float32"] < 0.8 * math.log(16)  # a model that knows nothing of 16 tokens
+    assert losses["bfloat16"] != losses["float32"]
+    assert losses["bfloat16"] == pytest.approx(losses["float32"], rel=0.03)
 
 
 def test_a_cell_on_a_gpu_asks_the_cluster_for_its_share_and_cannot_be_timed_without_one() -> None:
