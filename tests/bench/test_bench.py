@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 
 import pytest
 
@@ -27,17 +26,19 @@ def test_contenders_take_turns():
     assert measured[0].gflops == pytest.approx(1 / measured[0].median)
 
 
-def test_short_work_is_repeated_until_a_sample_is_long_enough():
-    calls = {"short": 0, "long": 0}
+def test_short_work_is_repeated_until_a_sample_is_long_enough(monkeypatch):
+    clock, calls = [0.0], {"short": 0, "long": 0}
+    monkeypatch.setattr(timing.time, "perf_counter", lambda: clock[0])
 
     def work(name, seconds):
         calls[name] += 1
-        time.sleep(seconds)
+        clock[0] += seconds
 
-    contenders = [timing.Contender(n, lambda n=n, s=s: work(n, s)) for n, s in (("short", 1e-3), ("long", 0.02))]
-    timing.compare("work", contenders, threads=1, rounds=2, sample_seconds=0.015)
-    assert calls["long"] == 5  # two to see how long it takes, one unmeasured, two measured
-    assert calls["short"] > 10
+    contenders = [timing.Contender(n, lambda n=n, s=s: work(n, s)) for n, s in (("short", 2**-10), ("long", 2**-5))]
+    measured = timing.compare("work", contenders, threads=1, rounds=2, sample_seconds=2**-6)
+    # Two calls to see how long it takes, one unmeasured, two samples: of 16 calls, and of one.
+    assert calls == {"short": 2 + 1 + 2 * 16, "long": 2 + 1 + 2 * 1}
+    assert [m.median for m in measured] == [2**-10, 2**-5]
 
 
 def test_useful_work_is_six_k_v_a_token_and_head():
