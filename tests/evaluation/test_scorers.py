@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import random
 
@@ -17,6 +18,7 @@ from efla.evaluation import (
     doubling_buckets,
     even_buckets,
     lambada,
+    likelihood,
     multiple_choice,
     rolling_log_likelihoods,
     score,
@@ -24,7 +26,7 @@ from efla.evaluation import (
     stream_bits,
     wikitext,
 )
-from efla.evaluation.likelihood import shared_length
+from efla.evaluation.likelihood import PASS_TOKENS, _batches, shared_length
 from efla.evaluation.perplexity import rolling_windows
 from efla.evaluation.scorer import encode_pair
 from tests.evaluation.models import FAMILIES, TEXT, UniformLM, llama, trained
@@ -88,6 +90,53 @@ def test_scores_do_not_depend_on_the_batch(batch_tokens):
     expected = score(trained("efla"), requests, share=False, batch_tokens=1)
     found = score(trained("efla"), requests, batch_tokens=batch_tokens)
     assert [s.log_prob for s in found] == pytest.approx([s.log_prob for s in expected], abs=1e-4)
+
+
+def test_batches_are_the_cheapest_cut_within_the_budget():
+    """Against all cuts of ten lengths, and in order without a gap."""
+    draw = random.Random(0)
+    for budget in (1, 200, 500, 4096):
+        lengths = sorted((draw.randrange(0, 300) for _ in range(10)), reverse=True)
+
+        def cost(cuts: list[slice], lengths: list[int] = lengths) -> int:
+            return sum(PASS_TOKENS + (c.stop - c.start) * max(1, lengths[c.start]) for c in cuts)
+
+        def fits(cut: slice, lengths: list[int] = lengths, budget: int = budget) -> bool:
+            rows = cut.stop - cut.start
+            return rows == 1 or rows * max(1, lengths[cut.start]) <= budget
+
+        found = _batches(lengths, budget)
+        assert [i for cut in found for i in range(cut.start, cut.stop)] == list(range(10))
+        assert all(fits(cut) for cut in found)
+        every = []
+        for borders in itertools.product((False, True), repeat=9):
+            ends = [0, *(i + 1 for i, is_border in enumerate(borders) if is_border), 10]
+            cuts = [slice(a, b) for a, b in itertools.pairwise(ends)]
+            if all(fits(cut) for cut in cuts):
+                every.append(cost(cuts))
+        assert cost(found) == min(every)
+    assert _batches([], 100) == []
+
+
+def test_continuations_of_several_prefills_run_together_unless_the_states_are_large(monkeypatch):
+    """Constant states wait for each other; the passes grow fewer and the scores stay."""
+    model = trained("efla")
+    text = TEXT.encode()
+    requests = [
+        Request([0, *text[: 50 + 10 * group], *text[i : i + 12]], 12, group) for group in range(4) for i in range(2)
+    ]
+    passes: list[tuple[int, ...]] = []
+    handle = model.model.embed_tokens.register_forward_pre_hook(lambda _, args: passes.append(tuple(args[0].shape)))
+    try:
+        together = score(model, requests, batch_tokens=100)
+        assert passes[-1][0] == 8 and len(passes) == 5, passes  # four prefills, one pass over all eight continuations
+        passes.clear()
+        monkeypatch.setattr(likelihood, "WAITING_BYTES", 1)
+        apart = score(model, requests, batch_tokens=100)
+        assert len(passes) == 8, passes
+    finally:
+        handle.remove()
+    assert [s.log_prob for s in together] == pytest.approx([s.log_prob for s in apart], abs=1e-4)
 
 
 def test_the_shared_pass_reads_the_context_once():

@@ -18,13 +18,17 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from efla.evaluation.states import fork
+from efla.evaluation.states import fork, join, why_not_recurrent
+from efla.models.cache import state_bytes
 
 MIN_SHARED = 8
 """Fewer shared tokens than these are not worth a pass of their own."""
 
-LEAST_FILLED, LEAST_TOKENS = 0.8, 512
-"""A batch of at least so many tokens takes in no row that would fill less than this part of its width."""
+PASS_TOKENS = 128
+"""What one more forward pass costs beside its tokens, counted in tokens; batches are cut where that is less than the padding."""
+
+WAITING_BYTES = 2**27
+"""States held until their continuations run; those of one prefill may be more."""
 
 MAX_LOGITS = 2**26
 """Logits held at once; a vocabulary of 32,000 then takes 2,097 tokens at a time (256 MB)."""
@@ -103,7 +107,9 @@ class _Runner:
         self.device = next(model.parameters()).device
         accepted = inspect.signature(model.forward).parameters
         self.keeps = "logits_to_keep" in accepted
-        self.takes_positions = "position_ids" in accepted and getattr(model.config, "model_type", "") != "efla"
+        is_ours = getattr(model.config, "model_type", "") == "efla"
+        self.takes_positions = "position_ids" in accepted and not is_ours
+        self.joins_states = is_ours and why_not_recurrent(model) is None
         self.can_share = "past_key_values" in accepted and "attention_mask" in accepted
         self.max_rows_of_logits = max(1, MAX_LOGITS // int(model.config.get_text_config().vocab_size))
 
@@ -162,21 +168,30 @@ def shared_length(requests: Sequence[Request]) -> int:
     return limit
 
 
-def _batches(lengths: Sequence[int], budget: int) -> Iterator[slice]:
-    """Slices of lengths in descending order whose padded size stays within the budget of tokens.
+def _batches(lengths: Sequence[int], budget: int) -> list[slice]:
+    """Slices of lengths in descending order whose padded size stays within the budget of tokens, at the least total cost:
 
-    A batch of some hundred tokens also ends where the next row would be mostly padding: a pass more costs less than that.
+    sum over slices of PASS_TOKENS + rows * width,      width = the slice's first length
     """
-    start = 0
-    while start < len(lengths):
-        width = max(1, lengths[start])
-        end = start + 1
-        while end < len(lengths) and (end - start + 1) * width <= budget:
-            if lengths[end] < LEAST_FILLED * width and (end - start) * width >= LEAST_TOKENS:
+    cost, start = [0], [0]  # of the best cut of the first i lengths, and where its last slice starts
+    for end in range(1, len(lengths) + 1):
+        best: tuple[int, int] | None = None
+        for first in range(end - 1, -1, -1):
+            size = (end - first) * max(1, lengths[first])
+            if size > budget and best is not None:
                 break
-            end += 1
-        yield slice(start, end)
-        start = end
+            total = cost[first] + PASS_TOKENS + size
+            if best is None or total < best[0]:
+                best = (total, first)
+        assert best is not None, "a slice of one row is always allowed"
+        cost.append(best[0])
+        start.append(best[1])
+    cuts = []
+    end = len(lengths)
+    while end > 0:
+        cuts.append(slice(start[end], end))
+        end = start[end]
+    return cuts[::-1]
 
 
 def _score_singles(
@@ -200,44 +215,76 @@ def _score_singles(
             yield found
 
 
+class _Prefilled(NamedTuple):
+    """Families whose shared tokens the model has read: logits [B, V] after them, its state, and the padding [B, T] before."""
+
+    families: list[_Family]
+    logits: Tensor
+    cache: Any
+    mask: Tensor | None
+
+
 def _score_families(
     runner: _Runner, requests: Sequence[Request], families: list[_Family], batch_tokens: int
 ) -> Iterator[list[tuple[int, Score]]]:
-    """One pass over what each family shares, then one over all their continuations from forked states."""
+    """Passes over what each family shares, then passes over their continuations from forked states.
+
+    States of constant size wait until there are many, so that continuations of like length run together.
+    """
     order = sorted(families, key=lambda family: -family.shared)
+    waiting: list[_Prefilled] = []
     for chosen in _batches([family.shared for family in order], batch_tokens):
-        batch = order[chosen]
-        length = batch[0].shared
-        prefixes = [requests[family.members[0]].tokens[: family.shared] for family in batch]
-        lengths = torch.tensor([family.shared for family in batch], device=runner.device)
-        mask = (torch.arange(length, device=runner.device) >= length - lengths[:, None]).long()
-        is_padded = bool((lengths < length).any())
-        tokens = _padded(prefixes, runner.device, length, left=True)
-        first, cache = runner.prefill(tokens, mask if is_padded else None)
+        waiting.append(_prefill(runner, requests, order[chosen]))
+        if not runner.joins_states or sum(state_bytes(prefilled.cache) for prefilled in waiting) >= WAITING_BYTES:
+            yield from _score_continuations(runner, requests, waiting, batch_tokens)
+            waiting = []
+    if waiting:
+        yield from _score_continuations(runner, requests, waiting, batch_tokens)
+
+
+def _prefill(runner: _Runner, requests: Sequence[Request], families: list[_Family]) -> _Prefilled:
+    length = families[0].shared
+    prefixes = [requests[family.members[0]].tokens[: family.shared] for family in families]
+    lengths = torch.tensor([family.shared for family in families], device=runner.device)
+    is_padded = bool((lengths < length).any())
+    mask = (torch.arange(length, device=runner.device) >= length - lengths[:, None]).long() if is_padded else None
+    logits, cache = runner.prefill(_padded(prefixes, runner.device, length, left=True), mask)
+    return _Prefilled(families, logits, cache, mask)
+
+
+def _score_continuations(
+    runner: _Runner, requests: Sequence[Request], waiting: list[_Prefilled], batch_tokens: int
+) -> Iterator[list[tuple[int, Score]]]:
+    """What follows the shared tokens of several prefills; of more than one only where their states can be joined."""
+    first = torch.cat([prefilled.logits for prefilled in waiting])
+    cache = (
+        waiting[0].cache if len(waiting) == 1 else join([prefilled.cache for prefilled in waiting], runner.model.config)
+    )
+    mask = None if runner.joins_states else waiting[0].mask
+    found = []
+    rests = []  # (row of first and of the cache, index, tokens after the shared ones)
+    for row, family in enumerate(family for prefilled in waiting for family in prefilled.families):
+        for index in family.members:
+            rest = list(requests[index].tokens[family.shared :])
+            if len(rest) == 1:
+                found.append((index, _score_row(first[row : row + 1], requests[index])))
+            else:
+                rests.append((row, index, rest))
+    if found:
+        yield found
+    rests.sort(key=lambda item: -len(item[2]))
+    budget = min(batch_tokens, runner.max_rows_of_logits)
+    for part in _batches([len(rest) - 1 for _, _, rest in rests], budget):
+        piece = rests[part]
+        of_row = torch.tensor([row for row, _, _ in piece], device=runner.device)
+        inputs = _padded([rest[:-1] for _, _, rest in piece], runner.device, len(piece[0][2]) - 1)
+        joined = None if mask is None else torch.cat([mask[of_row], torch.ones_like(inputs)], dim=1)
+        later = runner.continuation(inputs, fork(cache, of_row), joined)
         found = []
-        rests = []  # (row of the prefill, index, tokens after the shared ones)
-        for row, family in enumerate(batch):
-            for index in family.members:
-                rest = list(requests[index].tokens[family.shared :])
-                if len(rest) == 1:
-                    found.append((index, _score_row(first[row : row + 1], requests[index])))
-                else:
-                    rests.append((row, index, rest))
-        if found:
-            yield found
-        rests.sort(key=lambda item: -len(item[2]))
-        budget = min(batch_tokens, runner.max_rows_of_logits)
-        for part in _batches([len(rest) - 1 for _, _, rest in rests], budget):
-            piece = rests[part]
-            of_row = torch.tensor([row for row, _, _ in piece], device=runner.device)
-            inputs = _padded([rest[:-1] for _, _, rest in piece], runner.device, len(piece[0][2]) - 1)
-            joined = torch.cat([mask[of_row], torch.ones_like(inputs)], dim=1) if is_padded else None
-            later = runner.continuation(inputs, fork(cache, of_row), joined)
-            found = []
-            for k, (row, i, rest) in enumerate(piece):
-                logits = torch.cat([first[row : row + 1], later[k, : len(rest) - 1]])[-requests[i].num_scored :]
-                found.append((i, _score_row(logits, requests[i])))
-            yield found
+        for k, (row, i, rest) in enumerate(piece):
+            logits = torch.cat([first[row : row + 1], later[k, : len(rest) - 1]])[-requests[i].num_scored :]
+            found.append((i, _score_row(logits, requests[i])))
+        yield found
 
 
 def _score_row(logits: Tensor, request: Request) -> Score:

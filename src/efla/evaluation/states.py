@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
+from transformers.cache_utils import Cache, DynamicCache
+
+from efla.models.cache import count_tokens, seen_tokens
 
 
 def fork(cache: Any, index: Tensor) -> Any:
@@ -23,6 +28,18 @@ def fork(cache: Any, index: Tensor) -> Any:
         forked.layers.append(twin)
     forked.reorder_cache(index)  # selects into new tensors
     return forked
+
+
+def join(caches: Sequence[Cache], config: Any) -> Cache:
+    """One cache of the sequences of several, in their order. Every layer of the model must be a recurrent one of ours."""
+    whole = DynamicCache(config=config)
+    for layer in range(len(whole.layers)):
+        convs = [x for cache in caches if (x := cache.get_conv_state(layer)) is not None]
+        memories = [x for cache in caches if (x := cache.get_recurrent_state(layer)) is not None]
+        whole.update_conv_state(torch.cat(convs), layer)
+        whole.update_recurrent_state(torch.cat(memories), layer)
+    count_tokens(whole, max(seen_tokens(cache) for cache in caches))
+    return whole
 
 
 def why_not_recurrent(model: Any) -> str | None:

@@ -76,18 +76,21 @@ class ShortConvolution(nn.Module):
             flat = x.reshape(1, -1, x.shape[-1])
             packed = rowwise.causal_conv(flat, self.weight[:, 0], self.bias, None, cu_seqlens, self._silu)
             return (self._activate(self._packed(x, cu_seqlens)) if packed is None else packed.view_as(x)), None
+        if mask is not None and state is None and _is_left_padding(mask):
+            x, mask = (
+                x.masked_fill(~mask.bool()[..., None], 0),
+                None,
+            )  # nothing precedes a sequence: zeros change nothing
         order = None if mask is None else _real_tokens_first(mask)
         if order is not None:
             x = _reorder(x, order)
         y = rowwise.causal_conv(x, self.weight[:, 0], self.bias, state, None, self._silu)
         new_state = None
         if y is None or output_state:
-            if state is None:
-                window = functional.pad(x, (0, 0, self.kernel_size - 1, 0))  # [B, W - 1 + T, D]
-            else:
-                window = torch.cat([state.transpose(1, 2).to(x.dtype), x], dim=1)
-            y = self._activate(self._convolve(window)) if y is None else y
-            new_state = self._last_inputs(window, mask) if output_state else None
+            width = self.kernel_size - 1
+            past = x.new_zeros(x.shape[0], width, x.shape[2]) if state is None else state.transpose(1, 2).to(x.dtype)
+            y = self._activate(self._convolve(torch.cat([past, x], dim=1))) if y is None else y
+            new_state = _last_inputs(past, x, mask).transpose(1, 2) if output_state else None
         if order is not None:
             y = _reorder(y, order.argsort(dim=1))
         return y, new_state
@@ -122,15 +125,6 @@ class ShortConvolution(nn.Module):
     def _activate(self, y: Tensor) -> Tensor:
         return functional.silu(y) if self._silu else y
 
-    def _last_inputs(self, window: Tensor, mask: Tensor | None) -> Tensor:
-        """The W - 1 inputs before the next token [B, D, W - 1], those of each row's own last real token."""
-        width = self.kernel_size - 1
-        if mask is None:
-            return window[:, window.shape[1] - width :].transpose(1, 2)
-        start = mask.sum(dim=1, keepdim=True)  # real tokens stand first, after W - 1 of the past
-        index = start + torch.arange(width, device=mask.device)
-        return _reorder(window, index).transpose(1, 2)
-
     def extra_repr(self) -> str:
         return f"{self.num_channels}, kernel_size={self.kernel_size}, bias={self.bias is not None}"
 
@@ -150,3 +144,23 @@ def _real_tokens_first(mask: Tensor) -> Tensor:
 
 def _reorder(x: Tensor, order: Tensor) -> Tensor:
     return x.gather(1, order[..., None].expand(-1, -1, x.shape[-1]))
+
+
+def _is_left_padding(mask: Tensor) -> bool:
+    """Whether every row's padding [B, T] stands before its real tokens, looked up where that makes no device wait."""
+    if torch.compiler.is_compiling() or mask.device.type != "cpu":
+        return False
+    is_real = mask.bool()
+    return bool((is_real[:, 1:] >= is_real[:, :-1]).all())
+
+
+def _last_inputs(past: Tensor, x: Tensor, mask: Tensor | None) -> Tensor:
+    """The W - 1 inputs [B, W - 1, D] before the next token: of ``past`` [B, W - 1, D] and then x [B, T, D].
+
+    With a mask, x has each row's real tokens first, and the inputs are those of the row's own last real token.
+    """
+    width = past.shape[1]
+    if mask is None:
+        return torch.cat([past, x[:, -width:]], dim=1)[:, -width:]
+    index = mask.sum(dim=1, keepdim=True) + torch.arange(width, device=mask.device)  # counted from the start of past
+    return _reorder(torch.cat([past, x], dim=1), index)
