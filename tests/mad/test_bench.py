@@ -20,8 +20,16 @@ def test_every_suite_times_both_backends(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(mad, "BATCH", 2)
     monkeypatch.setattr(mad, "TASKS", ("compression", "memorization"))
     groups = [group for suite in mad.SUITES.values() for group in suite(1, 1)]
-    assert [[m.contender for m in group] for group in groups] == [["native", "chunked"]] * 3
+    assert [[m.contender for m in group] for group in groups] == [["native", "chunked", "sgemm"]] * 2 + [
+        ["native", "chunked"]
+    ]
     assert all(m.median > 0 for group in groups for m in group)
+
+
+def test_the_bound_counts_a_step_s_matrix_products_and_not_its_scan() -> None:
+    a, b = torch.randn(6, 5, requires_grad=True), torch.randn(5, 7, requires_grad=True)
+    assert mad._matrix_flops(lambda: torch.autograd.grad((a @ b).sum(), (a, b))) == 3 * 2 * 6 * 5 * 7
+    assert mad._matrix_flops(mad._scan_call("native")) == 0
 
 
 def test_the_command_knows_the_benchmark(capsys: pytest.CaptureFixture[str]) -> None:
