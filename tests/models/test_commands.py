@@ -63,7 +63,7 @@ def test_what_is_no_model_is_named(tmp_path):
 
 
 def test_generate_streams_what_the_model_says_and_its_speed(byte_model, capsys):
-    run(generate, byte_model, "--prompt", "Hello", "--max-new-tokens", 12)
+    run(generate, byte_model, "--prompt", "Hello", "--max-new-tokens", 12, "--temperature", 0)
     out, err = capsys.readouterr()
     model = tiny_model(vocab_size=256, bos_token_id=0, eos_token_id=0)
     prompt = torch.tensor([[0, *b"Hello"]])

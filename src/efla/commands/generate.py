@@ -12,7 +12,7 @@ def generate(
     model: Annotated[str, tyro.conf.Positional],
     prompt: str,
     max_new_tokens: int = 128,
-    temperature: float = 0.0,
+    temperature: float = 0.8,
     top_k: int = 0,
     top_p: float = 1.0,
     seed: int = 0,
@@ -26,7 +26,7 @@ def generate(
         model: A folder written by save_pretrained or efla train, or a name on the Hugging Face hub.
         prompt: Text to continue; "-" reads it from standard input.
         max_new_tokens: Stop after so many tokens.
-        temperature: 0 takes the likeliest token; above 0 samples.
+        temperature: 0 takes the likeliest token, which in a small model soon repeats itself; above 0 samples.
         top_k: Sample among the k likeliest tokens only (0: among all).
         top_p: Sample among the likeliest tokens of this total probability only.
         seed: Seed of the sampling.
@@ -35,6 +35,7 @@ def generate(
         dtype: Precision of the weights; auto is the checkpoint's own.
     """
     import torch
+    from transformers.utils import logging
 
     from efla import presets
     from efla.commands.info import load_config
@@ -47,6 +48,7 @@ def generate(
         raise ValueError(
             f"max_new_tokens must be at least 1 and temperature at least 0, got {max_new_tokens}, {temperature}"
         )
+    logging.disable_progress_bar()  # of loading weights, which would stand within the text
     config = load_config(model)
     codec = load_codec(model, config, tokenizer)
     network: Any = EflaForCausalLM.from_pretrained(model, dtype=dtype)
