@@ -143,6 +143,24 @@ void conv_backward(int dtype, bool silu, uintptr_t x, int64_t x_b, int64_t x_t, 
   efla::run_conv_backward(p, threads);
 }
 
+// gate, up, y, and the gradients: `count` elements, dense.
+void gate_forward(int dtype, uintptr_t gate, uintptr_t up, uintptr_t y, int64_t count, int threads) {
+  efla::GateProblem p;
+  p.dtype = efla::Dtype(dtype), p.count = count;
+  p.gate = pointer(gate), p.up = pointer(up), p.y = pointer(y);
+  nb::gil_scoped_release release;
+  efla::run_gate_forward(p, threads);
+}
+
+void gate_backward(int dtype, uintptr_t gate, uintptr_t up, uintptr_t dy, uintptr_t dgate, uintptr_t dup, int64_t count,
+                   int threads) {
+  efla::GateProblem p;
+  p.dtype = efla::Dtype(dtype), p.count = count;
+  p.gate = pointer(gate), p.up = pointer(up), p.dy = pointer(dy), p.dgate = pointer(dgate), p.dup = pointer(dup);
+  nb::gil_scoped_release release;
+  efla::run_gate_backward(p, threads);
+}
+
 std::string build_info() {
   return std::string("compiler ") + EFLA_COMPILER + "; flags " + EFLA_FLAGS + "; C++ " + std::to_string(__cplusplus);
 }
@@ -163,6 +181,8 @@ NB_MODULE(_native, m) {
   m.def("norm_forward", &norm_forward, "Rows divided by the root of factor * sum of squares + eps, times weight.");
   m.def("norm_backward", &norm_backward, "Gradients of norm_forward; the weight's in `groups` parts to be added.");
   m.def("norm_groups", &efla::norm_groups, nb::arg("rows"));
+  m.def("gate_forward", &gate_forward, "SiLU of the gate times up, element by element.");
+  m.def("gate_backward", &gate_backward, "Gradients of gate_forward.");
   m.def("conv_forward", &conv_forward, "Depthwise causal convolution, then SiLU.");
   m.def("conv_backward", &conv_backward, "Gradients of conv_forward; the weight's and bias's in `groups` parts to be added.");
   m.def(

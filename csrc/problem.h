@@ -103,6 +103,7 @@ struct Task {
 
 struct NormProblem;  // rows.h
 struct ConvProblem;
+struct GateProblem;
 
 // Entry points of one instruction-set build.
 struct Kernels {
@@ -117,6 +118,8 @@ struct Kernels {
   void (*norm_backward)(const NormProblem&, int64_t group);
   void (*conv_forward)(const ConvProblem&, int64_t item);
   void (*conv_backward)(const ConvProblem&, int64_t group);
+  void (*gate_forward)(const GateProblem&, int64_t begin, int64_t end);  // elements
+  void (*gate_backward)(const GateProblem&, int64_t begin, int64_t end);
 };
 
 extern const Kernels kernels_portable;

@@ -12,6 +12,7 @@ namespace {
 
 constexpr int64_t kMaxGroups = 64;
 constexpr int64_t kNormRows = 64;              // rows a thread takes at once
+constexpr int64_t kGateElements = 8192;        // elements a thread takes at once
 constexpr double kElementsPerThread = 32768;   // below this a second thread costs more than it brings
 
 struct Loop {
@@ -56,6 +57,15 @@ std::vector<int64_t> item_offsets(const ConvProblem& p) {
   return offset;
 }
 
+template <auto kernel> void run_gate(const GateProblem& p, int threads) {
+  const auto body = [](const Kernels& kernels, const void* problem, int64_t i) {
+    const auto& q = *static_cast<const GateProblem*>(problem);
+    const int64_t end = (i + 1) * kGateElements;
+    (kernels.*kernel)(q, i * kGateElements, end < q.count ? end : q.count);
+  };
+  run(&p, body, (p.count + kGateElements - 1) / kGateElements, double(p.count), threads);
+}
+
 int64_t at_most(int64_t count, int64_t limit) { return count < 1 ? 1 : count < limit ? count : limit; }
 
 }  // namespace
@@ -84,6 +94,10 @@ void run_norm_backward(const NormProblem& p, int threads) {
   };
   run(&p, body, p.groups, double(p.rows) * p.width, threads);
 }
+
+void run_gate_forward(const GateProblem& p, int threads) { run_gate<&Kernels::gate_forward>(p, threads); }
+
+void run_gate_backward(const GateProblem& p, int threads) { run_gate<&Kernels::gate_backward>(p, threads); }
 
 void run_conv_forward(ConvProblem p, int threads) {
   check_conv(p);

@@ -1,4 +1,4 @@
-// What the layers around the scan ask for, row by row: a norm over the last axis and the short causal convolution.
+// What the layers around the scan ask for: a norm over the last axis, the short causal convolution, the gate of a feed-forward layer.
 //
 // Plain data and declarations only, for the reason given in problem.h.
 #pragma once
@@ -44,6 +44,18 @@ struct ConvProblem {
   const int64_t* item_offset = nullptr;  // [sequences + 1]: pieces of kConvTokens tokens
 };
 
+// y = silu(gate) * up, element by element; all dense.
+struct GateProblem {
+  Dtype dtype = Dtype::float32;
+  int64_t count = 0;
+  const void* gate = nullptr;
+  const void* up = nullptr;
+  void* y = nullptr;
+  const void* dy = nullptr;
+  void* dgate = nullptr;
+  void* dup = nullptr;
+};
+
 constexpr int kConvTokens = 64;
 constexpr int kConvColumns = 256;  // channels whose intermediate gradients are kept at once
 constexpr int kMaxConvWidth = 16;
@@ -52,6 +64,8 @@ void run_norm_forward(const NormProblem& p, int threads);
 void run_norm_backward(const NormProblem& p, int threads);
 void run_conv_forward(ConvProblem p, int threads);
 void run_conv_backward(ConvProblem p, int threads);
+void run_gate_forward(const GateProblem& p, int threads);
+void run_gate_backward(const GateProblem& p, int threads);
 
 // How many partial sums of the weights' gradients there are; a function of the shape alone.
 int64_t norm_groups(int64_t rows);

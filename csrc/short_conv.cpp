@@ -64,8 +64,6 @@ template <class E> struct Conv {
   }
 };
 
-template <class T> EFLA_INLINE Vec<T> sigmoid(Vec<T> z) { return T(1) / (vexp<T>(-z) + T(1)); }
-
 template <class E> void forward_item(const ConvProblem& p, int64_t item) {
   using T = Compute<E>;
   const Piece piece = piece_at(p, item);

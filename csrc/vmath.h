@@ -1,4 +1,4 @@
-// exp, expm1, phi1(x) = (1 - e^-x) / x and its derivative on vectors, to about 2 ulp, denormals kept.
+// exp, expm1, sigmoid, phi1(x) = (1 - e^-x) / x and its derivative on vectors, to about 2 ulp, denormals kept.
 //
 // x = n ln2 + r with |r| <= ln2/2;  p = expm1(r) as a Taylor polynomial;  exp(x) = 2^n (1 + p),
 // expm1(x) = 2^n p + (2^n - 1). 2^n is applied as two factors so that the result may be denormal.
@@ -74,6 +74,8 @@ template <class T> EFLA_INLINE Vec<T> vexpm1(Vec<T> x) {
   Vec<T> power = e.scale1 * e.scale2;
   return e.p * power + (power - T(1));
 }
+
+template <class T> EFLA_INLINE Vec<T> sigmoid(Vec<T> z) { return T(1) / (vexp<T>(-z) + T(1)); }
 
 // For x >= 0. expm1 returns tiny arguments unchanged, so the quotient is exact there; x = 0 is the limit 1.
 template <class T> EFLA_INLINE Vec<T> phi1(Vec<T> x) {

@@ -1,4 +1,4 @@
-// Random shapes of the norm and of the short convolution at every SIMD level, in buffers exactly as large as their tensors.
+// Random shapes of the norm, of the short convolution and of the gate at every SIMD level, in buffers exactly as large as their tensors.
 //
 //     efla_fuzz_rows [cases = 300] [seed = 1]        exits non-zero if levels disagree or an output was not written
 //
@@ -90,13 +90,31 @@ bool conv_case() {
   return true;
 }
 
+bool gate_case() {
+  GateProblem p;
+  p.count = pick(0, 20000);
+  const Buffer gate = drawn(p.count), up = drawn(p.count), dy = drawn(p.count);
+  Buffer first[3];
+  for (const std::string& level : simd_levels()) {
+    set_simd(level);
+    Buffer y = unwritten(p.count), dgate = unwritten(p.count), dup = unwritten(p.count);
+    p.gate = gate.data(), p.up = up.data(), p.dy = dy.data();
+    p.y = y.data(), p.dgate = dgate.data(), p.dup = dup.data();
+    run_gate_forward(p, int(pick(1, 3)));
+    run_gate_backward(p, int(pick(1, 3)));
+    if (!agree("y", y, first[0], level) || !agree("dgate", dgate, first[1], level)) return false;
+    if (!agree("dup", dup, first[2], level)) return false;
+  }
+  return true;
+}
+
 }  // namespace
 
 int main(int argc, char** argv) {
   const int cases = argc > 1 ? std::atoi(argv[1]) : 300;
   rng.seed(argc > 2 ? std::strtoull(argv[2], nullptr, 10) : 1);
   for (int i = 0; i < cases; ++i)
-    if (!norm_case() || !conv_case()) return 1;
-  std::printf("%d norms and convolutions at %zu SIMD levels: all agree\n", cases, simd_levels().size());
+    if (!norm_case() || !conv_case() || !gate_case()) return 1;
+  std::printf("%d norms, convolutions and gates at %zu SIMD levels: all agree\n", cases, simd_levels().size());
   return 0;
 }

@@ -1,4 +1,4 @@
-"""The norms and the short convolution around a scan, on the CPU kernels where they pay, in torch elsewhere.
+"""The norms, the short convolution and the gate around a scan, on the CPU kernels where they pay, in torch elsewhere.
 
 Torch spends more time on these than the native scan takes: each is a chain of passes over memory with a gradient of as
 many again. The kernels make one pass forwards and one backwards, and keep nothing but the inputs. Compiled, traced or
@@ -59,6 +59,13 @@ def causal_conv(
     if not _kernels_take(x, weight, bias, past) or weight.shape[1] > _MAX_CONV_WIDTH:
         return None
     return _apply(_Conv, x, weight, bias, past, cu_seqlens, silu)
+
+
+def swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    """silu(gate) * up, element by element; gate, up: [..., D]."""
+    if gate.shape != up.shape or gate.dtype != up.dtype or not _kernels_take(gate, up):
+        return _torch_swiglu(gate, up)
+    return _apply(_Gate, gate, up)
 
 
 def wider(x: Tensor) -> torch.dtype:
@@ -162,6 +169,33 @@ class _Conv(torch.autograd.Function):
         )
 
 
+class _Gate(torch.autograd.Function):
+    """silu(gate) * up; torch's own operations would keep silu(gate) as well."""
+
+    @staticmethod
+    def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
+        ctx.save_for_backward(gate, up)
+        gate, up = gate.contiguous(), up.contiguous()
+        y = torch.empty_like(gate)
+        native.gate_forward(
+            DTYPE_CODES[gate.dtype], gate.data_ptr(), up.data_ptr(), y.data_ptr(), gate.numel(), torch.get_num_threads()
+        )
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        gate, up = ctx.saved_tensors
+        if torch.is_grad_enabled():
+            return tuple(_torch_gradients(_torch_swiglu, (gate, up), grad))
+        gate, up, grad = gate.contiguous(), up.contiguous(), grad.contiguous()
+        d_gate, d_up = torch.empty_like(gate), torch.empty_like(up)
+        native.gate_backward(
+            DTYPE_CODES[gate.dtype], gate.data_ptr(), up.data_ptr(), grad.data_ptr(), d_gate.data_ptr(), d_up.data_ptr(),
+            gate.numel(), torch.get_num_threads(),
+        )  # fmt: skip
+        return d_gate, d_up
+
+
 class _ConvCall:
     """What both directions hand to the kernels; holds the tensors that must outlive the call."""
 
@@ -223,6 +257,10 @@ def _torch_norm(x: Tensor, weight: Tensor | None, factor: float, eps: float) -> 
     wide = x.to(wider(x))
     unit = wide * torch.rsqrt((wide * wide).sum(-1, keepdim=True) * factor + eps)
     return (unit if weight is None else unit * weight.to(unit.dtype)).to(x.dtype)
+
+
+def _torch_swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    return functional.silu(gate) * up
 
 
 def _torch_gradients(function: Any, inputs: tuple[Tensor | None, ...], grad: Tensor, *rest: Any) -> list[Tensor | None]:

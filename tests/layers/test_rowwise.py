@@ -91,6 +91,26 @@ def test_the_convolution_is_torch_s(simd, dtype, batch, length, channels, width,
     compare(found, inputs, expected, [t for t in exact if t is not None], dtype)
 
 
+@pytest.mark.parametrize("dtype", ROUNDING, ids=str)
+@pytest.mark.parametrize("shape", [(1,), (3, 5), (37, 64), (2, 70, 300)], ids=str)
+def test_the_gate_is_torch_s(simd, dtype, shape):
+    gate, up = draw(*shape, dtype=dtype), draw(*shape, dtype=dtype)
+    exact = [t.detach().double().requires_grad_() for t in (gate, up)]
+    expected = functional.silu(exact[0]) * exact[1]
+    compare(rowwise.swiglu(gate, up), (gate, up), expected, exact, dtype)
+
+
+def test_the_gate_far_from_zero_is_open_or_shut_without_a_nan(simd):
+    gate = torch.tensor([-1e30, -200.0, -100.0, -88.0, 88.0, 100.0, 200.0, 1e30], requires_grad=True)
+    up = torch.full_like(gate, 2.0, requires_grad=True)
+    y = rowwise.swiglu(gate, up)
+    found = torch.autograd.grad(y.sum(), (gate, up))
+    torch.testing.assert_close(y, functional.silu(gate) * up, rtol=1e-5, atol=1e-30)
+    assert found[0].tolist()[4:] == [2.0] * 4
+    assert all(abs(x) < 1e-30 for x in found[0].tolist()[:4])
+    torch.testing.assert_close(found[1], functional.silu(gate).detach(), rtol=1e-5, atol=1e-30)
+
+
 def test_packed_sequences_do_not_see_each_other(simd):
     borders = [0, 0, 1, 4, 70, 70, 200]
     x, weight, bias = draw(1, 200, 19), draw(19, 4), draw(19)
@@ -110,6 +130,8 @@ def test_strided_inputs_are_taken_as_they_are():
     compare(rowwise.causal_conv(x, weight, None, None, None, True), (whole,), expected, (whole,), torch.float64)
     expected = rowwise._torch_norm(x, weight[:, 0], 1 / 32, 1e-6)
     compare(rowwise.rms_norm(x, weight[:, 0], 1e-6), (whole,), expected, (whole,), torch.float64)
+    gate, up = whole[..., :40], whole[..., 40:]
+    compare(rowwise.swiglu(gate, up), (whole,), functional.silu(gate) * up, (whole,), torch.float64)
 
 
 def test_results_do_not_depend_on_the_number_of_threads():
@@ -122,6 +144,7 @@ def test_results_do_not_depend_on_the_number_of_threads():
     for threads in (1, 2, 3):
         torch.set_num_threads(threads)
         y = rowwise.rms_norm(x, weight, 1e-6) + rowwise.causal_conv(x, kernel, None, None, None, True)
+        y = rowwise.swiglu(y, x)
         results.append((y, *torch.autograd.grad(y.square().sum(), (x, weight, kernel))))
     for other in results[1:]:
         assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
@@ -129,6 +152,7 @@ def test_results_do_not_depend_on_the_number_of_threads():
 
 def test_second_derivatives_go_through_torch():
     x, weight, kernel = draw(2, 9, 6), draw(6), draw(6, 3)
+    assert torch.autograd.gradgradcheck(rowwise.swiglu, (x, draw(2, 9, 6)))
     assert torch.autograd.gradgradcheck(lambda x, w: rowwise.rms_norm(x, w, 1e-6), (x, weight))
     assert torch.autograd.gradgradcheck(lambda x: rowwise.l2_norm(x, 1e-6), (x,))
     assert torch.autograd.gradgradcheck(
@@ -138,6 +162,7 @@ def test_second_derivatives_go_through_torch():
 
 def test_transformed_and_compiled_code_takes_torch_s_operations():
     norm, conv, x = RMSNorm(8).double(), ShortConvolution(8).double(), draw(2, 5, 8)
+    torch.testing.assert_close(torch.func.vmap(rowwise.swiglu)(x, 2 * x), functional.silu(x) * 2 * x)
     assert rowwise.causal_conv(torch.empty(2, 5, 8, device="meta"), conv.weight[:, 0], None, None, None, True) is None
     torch.testing.assert_close(torch.func.vmap(norm)(x), norm(x))
     y, tangent = torch.func.jvp(lambda x: conv(x)[0], (x.detach(),), (x.detach(),))
