@@ -169,7 +169,7 @@ def test_a_sequence_cut_anywhere_goes_on_from_the_state(name, cut):
 @pytest.mark.parametrize("name", MIXERS)
 def test_padding_leaves_real_tokens_and_the_state_alone(name, where):
     layer, x = MIXERS[name], torch.randn(3, 20, WIDTH, dtype=torch.float64)
-    real = torch.tensor([13, 20, 2])[:, None]  # fewer than the convolution's width in one row
+    real = torch.tensor([13, 20, 9])[:, None]
     masks = {
         "anywhere": torch.rand(3, 20) < 0.6,
         "left": torch.arange(20) >= 20 - real,
@@ -182,8 +182,20 @@ def test_padding_leaves_real_tokens_and_the_state_alone(name, where):
         torch.testing.assert_close(y[row, mask[row]], alone[0], atol=1e-10, rtol=0)
         torch.testing.assert_close(state.memory[row], end.memory[0], atol=1e-10, rtol=0)
         if end.conv is not None:
-            # Not equal to the last bit: a projection of two tokens rounds otherwise than one of twenty.
-            torch.testing.assert_close(state.conv[row], end.conv[0], atol=1e-14, rtol=1e-14)
+            assert torch.equal(state.conv[row], end.conv[0])
+
+
+@pytest.mark.parametrize("where", ["left", "right", "inside"])
+def test_the_convolution_skips_padding_in_a_row_shorter_than_its_width(where):
+    """The state is a copy of inputs, so equal to the last bit. (A layer's projection rounds two tokens otherwise than twenty.)"""
+    conv, x = ShortConvolution(6, 4, bias=True).double(), torch.randn(2, 20, 6, dtype=torch.float64)
+    mask = torch.ones(2, 20, dtype=torch.bool)
+    mask[1] = False
+    mask[1, {"left": [18, 19], "right": [0, 1], "inside": [5, 11]}[where]] = True
+    y, state = conv(x, mask=mask, output_state=True)
+    alone, end = conv(x[1:, mask[1]], output_state=True)
+    torch.testing.assert_close(y[1, mask[1]], alone[0], atol=1e-10, rtol=0)
+    assert torch.equal(state[1], end[0])
 
 
 @pytest.mark.parametrize("name", [*MIXERS, "softmax"])

@@ -77,10 +77,9 @@ class ShortConvolution(nn.Module):
             packed = rowwise.causal_conv(flat, self.weight[:, 0], self.bias, None, cu_seqlens, self._silu)
             return (self._activate(self._packed(x, cu_seqlens)) if packed is None else packed.view_as(x)), None
         if mask is not None and state is None and _is_left_padding(mask):
-            x, mask = (
-                x.masked_fill(~mask.bool()[..., None], 0),
-                None,
-            )  # nothing precedes a sequence: zeros change nothing
+            # Zeros are what stands before a sequence anyway.
+            x = x.masked_fill(~mask.bool()[..., None], 0)
+            mask = None
         order = None if mask is None else _real_tokens_first(mask)
         if order is not None:
             x = _reorder(x, order)
