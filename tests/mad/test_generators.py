@@ -16,6 +16,7 @@ from efla.data.mad import IGNORE, TASKS, Setting, baseline, changed, exact, gene
 from efla.data.mad.dataset import overlap
 from efla.data.mad.published import folder_name
 
+from .files import write_published
 from .parse import IGN, answerable, motifs
 
 DIGESTS = {
@@ -86,6 +87,17 @@ def test_the_sweep_has_66_settings() -> None:
     }
     ids = [setting.id for task in TASKS for setting in sweep(task)]
     assert len(ids) == len(set(ids)) == 66
+    fewer = ["train6400", "train3200", "train1600", "train800"]
+    vocabularies, longer = ["V32", "V64", "V128"], ["L256", "L512", "L1024"]
+    assert {TASKS[task]: [setting.name for setting in sweep(task)[1:]] for task in TASKS} == {
+        "CR": [*vocabularies, *longer, *fewer],
+        "FR": [*vocabularies, *longer, *fewer],
+        "NR": ["V48", "V80", "V144", *longer, *fewer, "noise0.4", "noise0.6", "noise0.8"],
+        "SC": [*vocabularies, "L512", "L1024", *fewer, "copy32", "copy64", "copy96"],
+        "C": [*vocabularies, "L64", "L128", "L256", *fewer],
+        "M": ["V512", "V1024", "V2048", "V4096", "V8192"],
+    }
+    assert {setting.noise_vocab_size for setting in sweep("noisy-in-context-recall")} == {16}
 
 
 @pytest.mark.parametrize("task", TASKS)
@@ -111,11 +123,23 @@ def test_in_context_recall_asks_for_exactly_what_was_shown_before(bit_exact: boo
         answers = answerable(inputs, range(0, len(inputs), 2))
         for position, target in enumerate(targets):
             assert target == answers.get(position, IGN)
-        followers = {(inputs[i], inputs[i + 1]) for i in range(0, len(inputs) - 1, 2)}
-        assert len(followers) == len({key for key, _ in followers}), "equal keys have equal values"
+        assert is_a_map([(inputs[i], inputs[i + 1]) for i in range(0, len(inputs) - 1, 2)])
         assert sum(target != IGN for target in targets) == setting.seq_len // 2 - len(set(inputs[0::2]))
     assert bool((data.train_targets[:, :-1] == data.train_inputs[:, 1:]).all())
     assert not bool((data.train_targets == IGN).any())
+    for raw in raw_training(data):
+        assert all(token < half for token in raw[0::2]) and all(token >= half for token in raw[1::2])
+        assert is_a_map(list(zip(raw[0::2], raw[1::2], strict=True)))
+
+
+def is_a_map(pairs: list[tuple[int, int]]) -> bool:
+    """Whether equal keys have equal values."""
+    return len(set(pairs)) == len({key for key, _ in pairs})
+
+
+def raw_training(data: mad.MadData) -> list[list[int]]:
+    """The sequences of a training set whose targets are its inputs shifted by one."""
+    return torch.cat([data.train_inputs, data.train_targets[:, -1:]], 1).tolist()
 
 
 @MODES
@@ -134,11 +158,17 @@ def test_noisy_recall_without_its_noise_pairs_is_recall(bit_exact: bool, noise: 
         answers = answerable(inputs, real)
         assert targets == [answers.get(i, IGN) for i in range(len(inputs))]
         assert targets[-1] != IGN
+        assert is_a_map([(inputs[i], inputs[i + 1]) for i in real[:-1]])
     assert bool((data.train_targets[:, :-1] == data.train_inputs[:, 1:]).all())
+    for raw in raw_training(data):
+        pairs = list(zip(raw[0::2], raw[1::2], strict=True))
+        assert all((key >= n) == (value >= n) for key, value in pairs) and pairs[-1][0] < n
+        assert is_a_map([pair for pair in pairs if pair[0] < n])
 
 
-def test_share_and_values_of_the_noise_are_as_told() -> None:
-    data = data_of("noisy-in-context-recall", 2000, False)
+@MODES
+def test_share_and_values_of_the_noise_are_as_told(bit_exact: bool) -> None:
+    data = data_of("noisy-in-context-recall", 2000, bit_exact)
     slots = data.test_inputs[:, 0:126:2] >= 16  # the first P - 1 slots
     share, pairs = float(slots.double().mean()), 64
     # Slots of an instance are not independent: the protected one is drawn once per instance. Standard error over instances.
@@ -199,6 +229,18 @@ def test_fuzzy_recall_parses_into_motifs_and_asks_for_whole_values(bit_exact: bo
         pads, pairs = motifs([*inputs, targets[-1]], num_keys=7, pad=15)
         assert 2 <= pads <= 7
         assert all(1 <= len(key) <= 3 and 1 <= len(value) <= 3 for _, key, value in pairs)
+        assert all(len(set(motif)) == len(motif) for _, *pair in pairs for motif in pair)
+        value_of = dict((key, value) for _, key, value in pairs)
+        assert all(value_of[key] == value for _, key, value in pairs), "equal key motifs have equal value motifs"
+
+
+@pytest.mark.parametrize("length", [64, 256, 1024])
+def test_fuzzy_recall_has_two_to_seven_pads_whatever_its_length(length: int) -> None:
+    data = data_of("fuzzy-in-context-recall", 40, False, seq_len=length)
+    for inputs in (data.train_inputs, data.test_inputs):
+        pads = (inputs == 15).sum(1)
+        assert 2 <= int(pads.min()) <= int(pads.max()) <= 7
+        assert bool(((inputs == 15) == (torch.arange(length) < pads[:, None])).all()), "pads stand in front"
 
 
 def test_the_probe_is_missing_about_as_often_as_in_the_reference() -> None:
@@ -242,9 +284,10 @@ def test_blanks_fall_uniformly_between_the_tokens_to_copy(bit_exact: bool) -> No
 @MODES
 def test_compression_targets_are_the_inputs_and_content_is_uniform_and_independent(bit_exact: bool) -> None:
     data = data_of("compression", 3000, bit_exact)
+    for inputs, targets in ((data.train_inputs, data.train_targets), (data.test_inputs, data.test_targets)):
+        assert torch.equal(inputs, targets) and inputs.shape == (3000, 32)
+        assert bool((inputs[:, -1] == 15).all()) and not bool((inputs[:, :-1] == 15).any())
     inputs = data.train_inputs
-    assert torch.equal(inputs, data.train_targets) and inputs.shape == (3000, 32)
-    assert bool((inputs[:, -1] == 15).all()) and not bool((inputs[:, :-1] == 15).any())
     assert chi_square(torch.bincount(inputs[:, :-1].flatten()).double()) < 36.1  # 14 degrees of freedom, 1e-3
     joint = torch.bincount(15 * inputs[:, 3] + inputs[:, 20], minlength=225).double()
     assert chi_square(joint) < 296  # 224 degrees of freedom, 1e-3
@@ -292,10 +335,11 @@ def test_large_vocabularies_have_the_ceiling_that_was_measured() -> None:
     [
         ("in-context-recall", "vocab_size", 32, 48.3), ("in-context-recall", "vocab_size", 64, 36.4),
         ("in-context-recall", "vocab_size", 128, 23.6), ("in-context-recall", "seq_len", 256, 120),
+        ("in-context-recall", "seq_len", 512, 248), ("in-context-recall", "seq_len", 1024, 504),
         ("noisy-in-context-recall", "frac_noise", 0.2, 43.4), ("noisy-in-context-recall", "frac_noise", 0.4, 31.3),
         ("noisy-in-context-recall", "frac_noise", 0.6, 18.9), ("noisy-in-context-recall", "frac_noise", 0.8, 7.8),
         ("fuzzy-in-context-recall", "vocab_size", 16, 4.4), ("fuzzy-in-context-recall", "vocab_size", 32, 2.3),
-        ("fuzzy-in-context-recall", "seq_len", 256, 12.1),
+        ("fuzzy-in-context-recall", "seq_len", 256, 12.1), ("fuzzy-in-context-recall", "seq_len", 1024, 147.5),
     ],
 )  # fmt: skip
 def test_fast_generation_asks_for_as_many_targets_as_the_reference(
@@ -378,13 +422,7 @@ def test_published_files_are_read_and_checked(tmp_path: Path) -> None:
     data = generate(setting, bit_exact=True)
     name = folder_name(setting)
     assert name == "t-NR_vs-32_sl-128_ntr-6_nte-4_km-1_vm-1_mq-1_fn-0#2_nvs-16_ntc-0_s-12345"
-    for split, arrays in (
-        ("train", (data.train_inputs, data.train_targets)),
-        ("test", (data.test_inputs, data.test_targets)),
-    ):
-        (tmp_path / name / split).mkdir(parents=True)
-        for kind, array in zip(("inputs", "targets"), arrays, strict=True):
-            np.save(tmp_path / name / split / f"{kind}.npy", array.numpy().astype(np.int32))
+    assert write_published(tmp_path, data) == tmp_path / name
     found = mad.load(setting, tmp_path)
     assert found.digest() == data.digest()
     assert found.source.startswith("files of t-NR")

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from efla.data.mad import IGNORE, baseline, changed, generate
-from efla.experiments.mad.config import ARMS, MadConfig, profile
+from efla.experiments.mad.config import ARMS, TASK_ORDER, MadConfig, profile
 from efla.experiments.mad.model import AutoEncoder, LanguageModel, build, loss_of, mixer, parameter_count, sinusoid
 from efla.layers import LinearAttention, SwiGLU
 from efla.layers.mlp import swiglu_width
@@ -152,6 +152,36 @@ def test_the_profiles_have_the_stated_cells() -> None:
     quick = profile("quick")
     steps = {task: quick.steps_of(quick.setting(task, "short")) for task in ("memorization", "compression")}
     assert steps == {"memorization": 400, "compression": 600}
+    full = profile("full")
+    assert {group.rates for group in full.groups} == {(5e-4, 1e-3)} and {group.decays for group in full.groups} == {
+        (0.0,)
+    }
+    assert {group.arms: group.seeds for group in full.groups} == {
+        ("delta-l2", "exact-flow", "delta-raw"): (12345,),
+        ("delta-l2", "exact-flow"): (12346, 12347),
+    }
+    hard = {
+        cell.settings["task"]: cell.settings["setting"]
+        for cell in Mad(full).cells()
+        if cell.settings["setting"] != "baseline"
+    }
+    assert hard == {
+        "in-context-recall": "V64", "noisy-in-context-recall": "noise0.6", "fuzzy-in-context-recall": "L256",
+        "selective-copying": "copy32", "compression": "L64", "memorization": "V1024",
+    }  # fmt: skip
+    sizes = {c.profile: (c.width, c.heads, c.batch, c.memorization_batch, c.evaluate_every) for c in (quick, full)}
+    assert sizes == {"quick": (64, 2, 32, 16, 200), "full": (128, 4, 32, 32, 500)}
+    short = {task: quick.setting(task, "short") for task in TASK_ORDER}
+    assert {(s.num_train_examples, s.num_test_examples) for s in short.values() if s.task != "memorization"} == {
+        (3200, 320)
+    }
+    assert (short["memorization"].num_train_examples, short["memorization"].vocab_size) == (64, 64)
+    assert (short["selective-copying"].seq_len, short["selective-copying"].num_tokens_to_copy) == (64, 8)
+    assert (short["compression"].seq_len, short["in-context-recall"].seq_len) == (16, 64)
     reference = profile("reference")
+    group = reference.groups[0]
+    assert (group.rates, group.decays, group.seeds) == ((1e-4, 5e-4, 1e-3), (0.0, 0.1), (12345,))
+    assert (reference.batch, reference.epochs, reference.evaluate_every) == (128, 200, None)
+    assert (reference.precision, profile("reference", device="cuda").precision) == ("float32", "bfloat16")
     assert reference.steps_of(reference.setting("memorization", "baseline")) == 400
     assert reference.steps_of(reference.setting("in-context-recall", "train800")) == 7 * 200

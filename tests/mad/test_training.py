@@ -23,6 +23,8 @@ from efla.experiments.mad.options import Mad as MadOptions
 from efla.experiments.mad.run import Mad
 from efla.experiments.mad.train import Trained, batches, rate_at, summary, train
 
+from .files import write_published
+
 
 def test_reference_accuracy_equals_an_example_by_hand() -> None:
     # class 0: wanted 3, hit 2 -> 2/3.  class 1: wanted 2, hit 1 -> 1/2.  class 2: wanted 1, hit 0 -> 0.
@@ -63,10 +65,11 @@ def test_evaluation_averages_batches_by_their_size_and_tokens_by_their_number() 
 
 def test_a_model_that_is_not_finite_scores_nothing() -> None:
     score = evaluate(Table(torch.full((4, 3), math.nan)), torch.tensor([[0, 1]]), torch.tensor([[0, 1]]))
-    assert math.isnan(score.perplexity)
-    result = Trained(scores=[(10, score)], diverged_at=11)
+    assert all(math.isnan(value) for value in score.record().values())
+    result = Trained(scores=[(10, score)])
     assert result.best is None
-    assert math.isnan(summary(result)["reference_accuracy"])
+    row = summary(result)
+    assert math.isnan(row["reference_accuracy"]) and math.isnan(row["reference_accuracy_last"])
 
 
 def test_the_checkpoint_scored_has_the_lowest_perplexity() -> None:
@@ -211,8 +214,49 @@ def test_options_narrow_the_grid_and_refuse_unknown_names() -> None:
         MadOptions(tasks=("memorisation",)).config()
     with pytest.raises(ValueError, match="noise"):
         MadOptions(profile="full", settings=("noise0.7",)).config()
+    part = Mad(MadOptions(profile="full", arms=("delta-l2", "exact-flow")).config()).cells()
+    assert len(part) == 12 * 2 * 2 + 6 * 2 * 2 * 2, "the profile's runs without delta-raw's, all seeds"
+    later = Mad(MadOptions(profile="full", seeds=(12346, 12347)).config()).cells()
+    assert len(later) == 6 * 2 * 2 * 2 and {cell.settings["setting"] for cell in later} == {"baseline"}
     steps = MadOptions(steps=11).config()
     assert {steps.steps_of(steps.setting(task, "short")) for task in ("memorization", "compression")} == {11}
+
+
+def test_published_files_are_trained_on_and_what_they_do_not_hold_is_refused(tmp_path: Path) -> None:
+    options = MadOptions(profile="full", data=str(tmp_path), tasks=("memorization",), settings=("baseline",), steps=2)
+    config = options.config()
+    assert {seed for group in config.groups for seed in group.seeds} == {12345}, "the published files have one seed"
+    setting = config.setting("memorization", "baseline")
+    write_published(tmp_path, generate(setting))
+    config = replace(config, width=16, heads=1, groups=(config.groups[0]._replace(arms=("mamba2",), rates=(1e-3,)),))
+    run(Mad(config), tmp_path / "run", executor="inline", console=Console(quiet=True))
+    row = read_rows(tmp_path / "run")[-1]
+    assert row["data"]["source"].startswith("files of t-M_vs-256")
+    assert row["heads"] == 1, "of the mixer that was run: inner width 32 in heads of 32"
+    with pytest.raises(ValueError, match="short settings"):
+        MadOptions(data=str(tmp_path)).config()
+    with pytest.raises(ValueError, match="cannot be had with files"):
+        replace(options, guarantee_probe=True).config()
+
+
+def test_with_epochs_as_the_budget_every_epoch_is_evaluated_and_the_cosine_goes_by_epochs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    config = _tiny(steps=None, memorization_steps=None, epochs=3, evaluate_every=None, batch=32, schedule="cosine")
+    data = _data("compression")
+    model = build(config, data.setting, "exact-flow", 0)  # type: ignore[attr-defined]
+    rates: list[float] = []
+    step = torch.optim.AdamW.step
+
+    def recorded(optimizer: torch.optim.AdamW) -> object:
+        rates.append(optimizer.param_groups[0]["lr"])
+        return step(optimizer)
+
+    monkeypatch.setattr(torch.optim.AdamW, "step", recorded)
+    result = train(model, data, config, rate=1e-3, decay=0.0, seed=0, report=_quiet)  # type: ignore[arg-type]
+    assert (result.steps, result.epochs) == (6, 3)  # 64 instances in batches of 32
+    assert [step for step, _ in result.scores] == [2, 4, 6]
+    assert rates == pytest.approx([rate_at(1e-3, epoch / 3, "cosine") for epoch in (0, 0, 1, 1, 2, 2)])
 
 
 def test_bfloat16_autocast_trains_as_float32_does_and_keeps_float32_weights() -> None:

@@ -26,6 +26,11 @@ _STYLES = {
 }  # fmt: skip
 _TARGET = "bold black on bright_yellow"
 
+_OPTION_OF = {
+    "frac_noise": "noisy-in-context-recall", "num_tokens_to_copy": "selective-copying",
+    "guarantee_probe": "fuzzy-in-context-recall",
+}  # fmt: skip
+
 _STORIES = {
     "in-context-recall": "Key-value pairs. Wherever a key was shown before, its value is asked for: the answer stands at the "
     "key's position and is the token that follows.",
@@ -75,6 +80,11 @@ def mad(
         "vocab_size": vocab_size, "seq_len": seq_len, "frac_noise": frac_noise, "num_tokens_to_copy": num_tokens_to_copy,
     }  # fmt: skip
     changes: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
+    for name in (*changes, *(["guarantee_probe"] if guarantee_probe else [])):
+        if _OPTION_OF.get(name, task) != task:
+            raise ValueError(
+                f"--{name.replace('_', '-')} is an option of {_OPTION_OF[name]}, got it with {task}; leave it out"
+            )
     counts = (index + 1, 1) if training else (1, index + 1)
     setting = replace(baseline(task), num_train_examples=counts[0], num_test_examples=counts[1], **changes)
     data = generate(setting, seed, bit_exact=True, guarantee_probe=guarantee_probe)

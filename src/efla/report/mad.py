@@ -13,7 +13,7 @@ from efla.experiments.mad import claims as mad_claims
 from efla.experiments.mad import select
 from efla.experiments.mad.config import TASK_ORDER
 from efla.experiments.mad.plot import TITLES
-from efla.experiments.mad.published import PAPER, PUBLISHED, comparability
+from efla.experiments.mad.published import PAPER, PUBLISHED, comparability, follows_the_reference
 from efla.experiments.style import ARMS
 from efla.report.bars import Bars, BarSeries
 from efla.report.chart import Chart, Point, Series
@@ -43,7 +43,7 @@ def sections(rows: Sequence[Record], source: str) -> list[Section]:
             source=source,
             intro=(
                 "Small models with two mixers learn six tasks that each need one skill: recalling (plain, among noise, by "
-                f"motifs of several tokens), copying selectively, compressing, memorising. {comparability(profile)}"
+                "motifs of several tokens), copying selectively, compressing, memorising."
             ),
             claims=mad_claims.claims(rows),
             figures=figures,
@@ -51,7 +51,7 @@ def sections(rows: Sequence[Record], source: str) -> list[Section]:
             settings=settings_table(cells),
             data=sorted({f"{row['task']}: {row['data']['source']}" for row in cells}),
             budget=budget(cells),
-            not_concluded=_not_concluded(rows, cells, profile),
+            not_concluded=_not_concluded(rows, cells),
         )
     ]
 
@@ -103,8 +103,7 @@ def _beside_published(rows: Sequence[Record], arms: Sequence[str]) -> Table:
     lines += [
         [f"{model} (EFLA paper, averages only)", str(mean), *("" for _ in TASK_ORDER)] for model, mean in PAPER.items()
     ]
-    profile = select.runs(rows)[0]["profile"]
-    title = f"Task scores in %, published ones below. {comparability(profile)}"
+    title = f"Task scores in %, published ones below. {comparability(rows)}"
     return Table(title, ["model", "mean", *(TITLES[task] for task in TASK_ORDER)], lines)
 
 
@@ -139,7 +138,7 @@ def _percent(value: float) -> str:
     return "–" if math.isnan(value) else f"{100 * value:.1f}"  # noqa: RUF001
 
 
-def _not_concluded(rows: Sequence[Record], cells: Sequence[Record], profile: str) -> list[str]:
+def _not_concluded(rows: Sequence[Record], cells: Sequence[Record]) -> list[str]:
     """The limits of these rows, worked out from them."""
     found = [
         "That a difference between exact-flow and delta-l2 is due to the rule: they differ in rule and key norm at once. "
@@ -147,8 +146,8 @@ def _not_concluded(rows: Sequence[Record], cells: Sequence[Record], profile: str
         "That the scores are free of selection: checkpoint, learning rate and early stop look at the test set, as in the "
         "reference. The scores at the end of training are in the folded table.",
     ]
-    if profile != "reference":
-        found.insert(0, comparability(profile))
+    if not follows_the_reference(rows):
+        found.insert(0, comparability(rows))
     else:
         found.append(
             "That 0.7 points are an effect: three published DeltaNet averages (71.8, 69.7, 65.7) span 6 points."

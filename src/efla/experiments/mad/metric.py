@@ -32,6 +32,9 @@ class Score:
         return asdict(self)
 
 
+NOTHING = Score(math.nan, math.nan, math.nan, math.nan)
+
+
 def macro_recall(predicted: Tensor, wanted: Tensor, num_classes: int) -> float:
     """Mean over classes of tp / (tp + fn), over the classes that are predicted or wanted at least once.
 
@@ -47,7 +50,7 @@ def macro_recall(predicted: Tensor, wanted: Tensor, num_classes: int) -> float:
 
 @torch.no_grad()
 def evaluate(model: nn.Module, inputs: Tensor, targets: Tensor, *, batch: int = BATCH) -> Score:
-    """Score a model on inputs and targets, each [instances, L]."""
+    """Score a model on inputs and targets, each [instances, L]; one whose loss is not a number has no score at all."""
     accuracy = perplexity = nll = 0.0
     right = count = 0
     for start in range(0, len(inputs), batch):
@@ -58,8 +61,10 @@ def evaluate(model: nn.Module, inputs: Tensor, targets: Tensor, *, batch: int = 
         mean = float(functional.cross_entropy(logits.double(), wanted))
         size = len(inputs[part])
         accuracy += size * macro_recall(predicted, wanted, logits.shape[1])
-        perplexity += size * (math.exp(mean) if mean < 700 else math.inf) if not math.isnan(mean) else math.nan
+        perplexity += size * (math.exp(mean) if mean < 700 else math.inf)
         nll += mean * len(wanted)
         right += int((predicted == wanted).sum())
         count += len(wanted)
+    if math.isnan(nll):
+        return NOTHING
     return Score(accuracy / len(inputs), right / count, nll / count, perplexity / len(inputs))

@@ -63,6 +63,7 @@ class Encoder(nn.Module):
         self.embedding = nn.Embedding(vocab_size, width)
         inner = swiglu_width(width, 16)
         layers = [mixer(arm, width, heads, backend), SwiGLU(width, inner), mixer(arm, width, heads, backend)]
+        self.num_heads = layers[0].num_heads
         self.mixing = nn.ModuleList(Residual(layer, width) for layer in layers)
         self.last = Residual(SwiGLU(width, inner), width)
 

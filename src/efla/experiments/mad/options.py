@@ -19,7 +19,8 @@ class Mad:
     """quick: minutes, one seed; full: hours, resumable; reference: all 66 settings with the reference's protocol, for GPUs
     or a Ray cluster (396 runs per arm)."""
     data: str | None = None
-    """Folder with the published data sets, one folder per setting; default: generate the data."""
+    """Folder with the published data sets, one folder per setting (seed 12345, not the short ones of quick); default:
+    generate the data."""
     tasks: tuple[str, ...] | None = None
     """Tasks to run instead of all six: in-context-recall, fuzzy-in-context-recall, noisy-in-context-recall,
     selective-copying, compression, memorization."""
@@ -27,22 +28,24 @@ class Mad:
     """Settings to run instead of all of the profile's: short (quick), baseline, or a changed one such as V64, L256,
     train800, noise0.6, copy32."""
     arms: tuple[str, ...] | None = None
-    """Arms to run instead of the profile's: delta-l2, exact-flow, delta-raw, exact-flow-l2, gated-delta, gated-exact-flow,
-    attention, mamba2, rk2, rk4, implicit-euler, crank-nicolson."""
+    """Arms to run: delta-l2, exact-flow, delta-raw, exact-flow-l2, gated-delta, gated-exact-flow, attention, mamba2, rk2,
+    rk4, implicit-euler, crank-nicolson."""
     rates: tuple[float, ...] | None = None
-    """Learning rates instead of the profile's."""
+    """Learning rates to run."""
     decays: tuple[float, ...] | None = None
-    """Weight decays instead of the profile's."""
+    """Weight decays to run."""
     seeds: tuple[int, ...] | None = None
-    """Seeds instead of the profile's; a seed sets data, weights and order."""
+    """Seeds to run; a seed sets data, weights and order. Arms, rates, decays and seeds that the profile has choose a part
+    of its runs; with one it does not have, every combination is run, on all settings."""
     heads: int | None = None
-    """Heads instead of the profile's (8 of width 16 at d = 128: the state of the reference's own linear attention)."""
+    """Heads instead of the profile's (at d = 128, 8 of width 16 have 2,048 numbers of state, as the reference's gated linear
+    attention)."""
     steps: int | None = None
     """Optimiser steps instead of the profile's budget, for every task; rows say so."""
     schedule: Literal["constant", "cosine"] = "constant"
     """Learning rate: constant, or cosine to 1e-6 over the budget."""
     precision: Literal["float32", "bfloat16"] | None = None
-    """float32 (default on a CPU), or bfloat16 autocast with float32 weights (default on a GPU)."""
+    """float32, or bfloat16 autocast with float32 weights (default of the reference profile on a GPU)."""
     device: str | None = None
     """cpu or cuda; default: a GPU for the reference profile if there is one, else the CPU."""
     gpu_share: float = 1.0
@@ -57,6 +60,11 @@ class Mad:
     def config(self) -> MadConfig:
         """The resolved config."""
         device = self.device or ("cuda" if self.profile == "reference" and torch.cuda.is_available() else "cpu")
+        if self.data is not None and self.profile == "quick":
+            raise ValueError(
+                "the published data sets hold none of quick's short settings; leave --data out, or choose --profile full or "
+                "reference"
+            )
         config = profile(self.profile, folder=self.data, device=device)
         changes: dict[str, Any] = {
             "schedule": self.schedule, "backend": self.backend, "bit_exact": self.bit_exact,
@@ -71,8 +79,8 @@ class Mad:
         return replace(config, groups=self._groups(config), **changes)
 
     def _groups(self, config: MadConfig) -> tuple[Group, ...]:
-        """The profile's groups narrowed to the tasks and settings asked for; with arms, rates, decays or seeds given, one
-        product of them over those settings."""
+        """The profile's groups narrowed to what was asked for; if an arm, rate, decay or seed is new to it, one product over
+        all its settings instead."""
         known = settings_of(self.profile)
         for kind, asked, there in (
             ("task", self.tasks, sorted({setting.task for setting in known.values()})),
@@ -88,17 +96,21 @@ class Mad:
                 self.settings is None or setting.name in self.settings
             )
 
-        choices = (self.arms, self.rates, self.decays, self.seeds)
-        first = config.groups[0]
-        if any(choice is not None for choice in choices):
-            names = tuple(name for group in config.groups for name in group.settings)
-            groups: tuple[Group, ...] = (
-                Group(
-                    tuple(dict.fromkeys(names)), self.arms or first.arms, self.rates or first.rates,
-                    self.decays if self.decays is not None else first.decays, self.seeds or first.seeds,
-                ),
-            )  # fmt: skip
+        chosen: dict[str, tuple[Any, ...]] = {
+            name: values for name in ("arms", "rates", "decays", "seeds") if (values := getattr(self, name))
+        }
+        groups = config.groups
+        if all(set(values) <= set(_union(groups, name)) for name, values in chosen.items()):
+            groups = tuple(
+                group._replace(**{name: tuple(v for v in getattr(group, name) if v in chosen[name]) for name in chosen})
+                for group in groups
+            )
         else:
-            groups = config.groups
+            groups = (groups[0]._replace(settings=_union(groups, "settings"), **chosen),)
         narrowed = (group._replace(settings=tuple(filter(wanted, group.settings))) for group in groups)
-        return tuple(group for group in narrowed if group.settings)
+        return tuple(group for group in narrowed if all(group))
+
+
+def _union(groups: tuple[Group, ...], name: str) -> tuple[Any, ...]:
+    """What the groups have of a field, each value once, in order."""
+    return tuple(dict.fromkeys(value for group in groups for value in getattr(group, name)))

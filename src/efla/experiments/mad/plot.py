@@ -54,7 +54,7 @@ def _finish(plt: Any, figure: Any, axes: Any, tasks: Sequence[str], folder: Path
 
 def _bars(axis: Any, rows: Sequence[Record], task: str, arms: Sequence[str]) -> None:
     """A group of bars per setting, an arm's bar in its colour, ± one standard deviation where there are seeds."""
-    settings = select.settings_of(rows, task)[:12]
+    settings = select.settings_of(rows, task)
     width = 0.8 / max(1, len(arms))
     for i, arm in enumerate(arms):
         line = ARMS[arm]

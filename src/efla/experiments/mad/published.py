@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
+
+from efla.experiments.framework.experiment import Record
+from efla.experiments.framework.records import to_record
+from efla.experiments.mad import select
+from efla.experiments.mad.config import profile
 
 
 class Published(NamedTuple):
@@ -48,14 +54,31 @@ PAPER = {"DeltaNet": 65.7, "EFLA": 66.4}
 """The EFLA paper's averages over the six tasks; it prints no number per task."""
 
 
-def comparability(profile: str) -> str:
+def follows_the_reference(rows: Sequence[Record]) -> bool:
+    """Whether every arm was run on all settings with all rates and decays by the reference's protocol."""
+    cells = select.runs(rows)
+    whole = profile("reference")
+    group = whole.groups[0]
+    wanted = {(name, rate, decay) for name in group.settings for rate in group.rates for decay in group.decays}
+    same = ("profile", "width", "heads", "batch", "memorization_batch", "steps", "epochs", "stop_above", "schedule")
+    asked = to_record(whole)
+    return all(
+        wanted <= {(f"{row['task']}/{row['setting']}", row["rate"], row["decay"]) for row in cells if row["arm"] == arm}
+        for arm in select.arms_of(rows)
+    ) and all(row["config"][key] == asked[key] for row in cells for key in same)
+
+
+def comparability(rows: Sequence[Record]) -> str:
     """The sentence that goes with every table."""
-    if profile == "reference":
+    if follows_the_reference(rows):
         return (
             "These runs follow the reference's protocol (all 66 settings, best of six runs each), so their scores may be "
             "put beside published ones; model selection looks at the test set, as the reference's does."
         )
-    return (
-        f"Scores of the {profile} profile may be compared across arms of the same profile, never with published ones: "
-        "it runs fewer settings with a smaller budget."
+    name = select.runs(rows)[0]["profile"]
+    reason = (
+        "the profile was not run whole and as it is"
+        if name == "reference"
+        else "it runs fewer settings with a smaller budget"
     )
+    return f"Scores of the {name} profile may be compared across arms of the same profile, never with published ones: {reason}."

@@ -78,7 +78,7 @@ class Mad(Experiment[MadConfig]):
                 "profile": config.profile,
                 "shorthand": mad.TASKS[setting.task],
                 "parameters_of_task": setting.record(),
-                "heads": config.heads,
+                "heads": model.encoder.num_heads,
                 "width": config.width,
                 "batch": config.batch_of(setting.task),
                 "budget": config.steps_of(setting),

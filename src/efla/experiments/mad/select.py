@@ -10,6 +10,7 @@ from efla.experiments.framework.experiment import Record
 from efla.experiments.framework.records import number
 from efla.experiments.framework.statistics import Spread, spread
 from efla.experiments.mad.config import ARMS, TASK_ORDER
+from efla.experiments.mad.config import settings_of as profile_settings
 
 METRICS = {
     "reference_accuracy": "reference accuracy, checkpoint with the lowest test perplexity",
@@ -37,8 +38,11 @@ def tasks_of(rows: Sequence[Record]) -> list[str]:
 
 
 def settings_of(rows: Sequence[Record], task: str) -> list[str]:
-    """Settings of a task in the rows, in the order in which they were run first."""
-    return list(dict.fromkeys(row["setting"] for row in runs(rows) if row["task"] == task))
+    """Settings of a task in the rows, in the order of their profile, the baseline first."""
+    mine = [row for row in runs(rows) if row["task"] == task]
+    found = {row["setting"] for row in mine}
+    known = profile_settings(mine[0]["profile"]).values() if mine else ()
+    return [setting.name for setting in known if setting.task == task and setting.name in found]
 
 
 def seeds_of(rows: Sequence[Record], task: str, setting: str, arm: str) -> list[int]:
@@ -86,10 +90,12 @@ def shared_settings(rows: Sequence[Record], task: str) -> list[str]:
     return [name for name in settings_of(rows, task) if all(first in seeds_of(rows, task, name, arm) for arm in arms)]
 
 
-def judged_setting(rows: Sequence[Record], task: str) -> str | None:
-    """The setting on which claims are judged: the first one, which is the baseline (or its short form)."""
-    names = settings_of(rows, task)
-    return names[0] if names else None
+def judged_settings(rows: Sequence[Record], task: str) -> list[str]:
+    """The settings on which claims are judged: of the reference profile all that every arm was trained on, as published
+    averages are, else the first one, which is the baseline or its short form."""
+    if runs(rows)[0]["profile"] == "reference":
+        return shared_settings(rows, task)
+    return settings_of(rows, task)[:1]
 
 
 def nonfinite(rows: Sequence[Record], arm: str) -> int:

@@ -11,7 +11,7 @@ import torch
 from efla.data import mad
 from efla.data.mad import Setting
 from efla.experiments.framework.experiment import Cell
-from efla.experiments.mad.config import MadConfig
+from efla.experiments.mad.config import ARMS, MadConfig
 from efla.experiments.mad.model import build, loss_of
 from efla.experiments.mad.train import autocast
 
@@ -55,17 +55,17 @@ def seconds_per_step(config: MadConfig, setting: Setting, arm: str) -> float:
 
 
 def expected_seconds(config: MadConfig, cells: Sequence[Cell], threads: int) -> list[float]:
-    """Upper estimate for each cell, from a few steps timed now: an early stop makes a cell shorter.
+    """About the longest each cell takes, from a few steps timed now: an early stop makes a cell shorter.
 
-    One arm stands for all: they differ little on a CPU.
+    One linear arm stands for all of them: they differ little on a CPU.
     """
     threads_before = torch.get_num_threads()
     torch.set_num_threads(threads)
-    timed: dict[tuple[str, int, int], float] = {}
+    timed: dict[tuple[str, int, int, str], float] = {}
     found = []
     for cell in cells:
         setting = config.setting(cell.settings["task"], cell.settings["setting"])
-        key = (setting.task, setting.seq_len, setting.vocab_size)
+        key = (setting.task, setting.seq_len, setting.vocab_size, ARMS[cell.settings["arm"]].mixer)
         if key not in timed:
             timed[key] = seconds_per_step(config, setting, cell.settings["arm"])
         steps = config.steps_of(setting)

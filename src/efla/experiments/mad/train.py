@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from efla.data.mad import MadData
 from efla.experiments.framework.experiment import Record, Report
 from efla.experiments.mad.config import MadConfig
-from efla.experiments.mad.metric import Score, evaluate
+from efla.experiments.mad.metric import NOTHING, Score, evaluate
 from efla.experiments.mad.model import loss_of
 
 LOWEST_RATE = 1e-6
@@ -136,8 +136,7 @@ def summary(result: Trained) -> Record:
     became non-finite has no last one."""
     best = result.best
     last = result.scores[-1] if result.scores and result.diverged_at is None else None
-    nothing = Score(math.nan, math.nan, math.nan, math.nan)
-    best_score, last_score = best[1] if best else nothing, last[1] if last else nothing
+    best_score, last_score = best[1] if best else NOTHING, last[1] if last else NOTHING
     return {
         "steps": result.steps,
         "epochs": round(result.epochs, 3),
