@@ -10,6 +10,9 @@ import tyro
 from efla import experiments
 from efla.commands.reproduce import All, reproduce
 from efla.experiments.exactness.options import Exactness
+from efla.experiments.exactness.run import Exactness as ExactnessRun
+from efla.experiments.framework.experiment import Cell, Record, Report
+from efla.experiments.lm.options import Lm
 from efla.experiments.smnist_robustness.options import Smnist
 from efla.experiments.throughput.options import Throughput
 
@@ -19,6 +22,31 @@ def test_it_knows_every_experiment_and_passes_on_profile_and_data() -> None:
     assert sorted(type(o).__name__.lower() for o in options) == sorted(experiments.names())
     assert {o.profile for o in options} == {"full"}
     assert {type(o).__name__ for o in options if getattr(o, "data", None) == "somewhere"} == {"Smnist", "Lr", "Lm"}
+
+
+def test_without_data_every_experiment_has_an_embedded_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("EFLA_DATA", raising=False)
+    (lm,) = (o for o in All(profile="full").options() if isinstance(o, Lm))
+    assert lm.config().corpus == "python-docs"
+
+
+def test_an_experiment_that_fails_half_way_is_in_the_report_with_what_it_has(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for package in ("matplotlib", "jinja2"):
+        pytest.importorskip(package)
+    original = ExactnessRun.run_cell
+
+    def fails_once(self: ExactnessRun, cell: Cell, report: Report) -> list[Record]:
+        if cell == self.cells()[-1]:
+            raise RuntimeError("made to fail")
+        return original(self, cell, report)
+
+    monkeypatch.setattr(ExactnessRun, "run_cell", fails_once)
+    monkeypatch.setattr(All, "options", lambda self: [Exactness(rules=("delta", "efla"))])
+    assert tyro.cli(reproduce, args=["all", "--output", str(tmp_path / "runs"), "--executor", "inline"]) == 1
+    assert "not run, or in part: exactness" in capsys.readouterr().out
+    assert "What an exact step buys" in (tmp_path / "runs" / "report-quick.html").read_text()
 
 
 def test_one_report_of_what_ran_and_a_word_on_what_did_not(
@@ -40,7 +68,8 @@ def test_one_report_of_what_ran_and_a_word_on_what_did_not(
     )
     printed = capsys.readouterr().out
     assert code == 1
-    assert "not run: smnist (" in printed
+    assert printed.index("smnist cannot run: --data") < printed.index("== What an exact step buys =="), "told at once"
+    assert "not run, or in part: smnist (" in printed
     page = (tmp_path / "runs" / "report-quick.html").read_text()
     assert "What an exact step buys" in page
     assert "Training throughput" in page

@@ -13,10 +13,10 @@ from rich.console import Console
 from efla.bench.timing import Contender, samples_in_turn
 from efla.commands.reproduce import reproduce
 from efla.experiments.framework import run
+from efla.experiments.framework.memory import PeakMemory
 from efla.experiments.framework.rows import read_rows
 from efla.experiments.throughput import claims, select
 from efla.experiments.throughput.config import Setting, ThroughputConfig, settings_of
-from efla.experiments.throughput.memory import PeakMemory
 from efla.experiments.throughput.options import Throughput as Options
 from efla.experiments.throughput.run import Throughput, stepper
 
@@ -36,7 +36,7 @@ def made_up(times: dict[str, list[float]], **fields: Any) -> list[dict[str, Any]
         rows.append(
             {
                 "row": "cell", "cell": f"length={length} batch={batch}", "length": length, "batch": batch, "tokens": 1024,
-                "arms": {arm: {"parameters": 100, "flops_per_token": 1} for arm in times},
+                "arms": {arm: {"parameters": 100, "flops_per_token": 3} for arm in times},
                 "timing": {arm: {"seconds": s, "peak_memory_growth": 10**6} for arm, s in times.items()},
                 "device": "cpu", "threads": 2, "wall_seconds": 1.0, "started": "2026-01-01T00:00:00", "versions": {},
                 "commit": None, "machine": {}, **fields,
@@ -88,6 +88,7 @@ def test_the_ratio_is_taken_within_a_round() -> None:
     speed = select.tokens_per_second(row, "delta-l2")
     assert speed is not None
     assert speed.median == 256.0
+    assert select.operations(row, "delta-l2") == 256.0 * row["arms"]["delta-l2"]["flops_per_token"]
 
 
 @pytest.mark.parametrize(("factor", "verdict"), [(1.0, "seen"), (1.04, "seen"), (1.1, "not seen"), (0.9, "not seen")])

@@ -56,10 +56,11 @@ def test_python_documentation_needs_no_file():
     assert "while_stmt" in whole.tobytes().decode()
 
 
-def test_no_folder_means_python_documentation_where_a_fallback_is_wanted(monkeypatch):
+def test_without_a_folder_the_error_names_the_file_and_the_options(monkeypatch):
     monkeypatch.delenv("EFLA_DATA", raising=False)
-    assert corpora.load_or_fallback("novels").name == "python-docs"
-    with pytest.raises(FileNotFoundError, match=r"english_novels_98\.tar\.xz; name its folder with --data-root"):
+    with pytest.raises(
+        FileNotFoundError, match=r"english_novels_98\.tar\.xz; name its folder with EFLA_DATA, or --data-root"
+    ):
         corpora.load("novels")
 
 

@@ -14,7 +14,7 @@ from rich.console import Console
 from efla import experiments
 from efla.experiments.exactness.options import Exactness
 from efla.experiments.framework import run
-from efla.experiments.framework.rows import read_rows
+from efla.experiments.framework.rows import ROWS, read_rows
 from efla.experiments.lm.options import Lm
 from efla.experiments.mad.options import Mad
 from efla.experiments.smnist_robustness.options import Lr, Smnist
@@ -34,13 +34,14 @@ class All:
 
     def options(self) -> list[Any]:
         """The experiments in the order in which they are run: what measures time first, while the machine is cool."""
+        has_data = bool(self.data or os.environ.get("EFLA_DATA"))
         return [
             Exactness(profile=self.profile),
             Throughput(profile=self.profile),
             Smnist(profile=self.profile, data=self.data),
             Lr(profile=self.profile, data=self.data),
             Mad(profile=self.profile),
-            Lm(profile=self.profile, data=self.data),
+            Lm(profile=self.profile, data=self.data, corpus=None if has_data else "python-docs"),
         ]
 
 
@@ -83,7 +84,7 @@ def reproduce(
 
 def _run(options: Any, output: Path | None, *, workers: int, threads: int | None, executor: Executor) -> Path:
     """Run one experiment and print what it showed; returns its folder."""
-    name = type(options).__name__.lower()
+    name = _name(options)
     cls = experiments.get(name)
     folder = output or Path("runs") / f"{cls.folder_name()}-{options.profile}"
     if threads is None:
@@ -106,25 +107,45 @@ def _run(options: Any, output: Path | None, *, workers: int, threads: int | None
 
 
 def _run_all(every: All, root: Path, run_one: Callable[[Any, Path | None], Path]) -> int:
-    """Run every experiment into a folder of its own, and report on those that ran; one that fails does not stop the rest."""
+    """Run every experiment into a folder of its own, and report on all that has rows; one that fails does not stop the rest.
+
+    What cannot run, for want of data, is told before the first one starts.
+    """
     from efla.report import build
 
     folders: list[Path] = []
     failures: dict[str, Exception] = {}
+    runnable: list[Any] = []
     for options in every.options():
-        name = type(options).__name__.lower()
-        print(f"\n== {experiments.get(name).title} ==", flush=True)
         try:
-            folder = run_one(options, root / f"{experiments.get(name).folder_name()}-{every.profile}")
+            options.config()
+            runnable.append(options)
         except (RuntimeError, ValueError, OSError) as error:
-            failures[name] = error
-            print(f"{name} failed: {error}", flush=True)
-        else:
-            folders += [folder] if folder not in folders else []
+            failures[_name(options)] = error
+            print(f"{_name(options)} cannot run: {error}", flush=True)
+    for options in runnable:
+        cls = experiments.get(_name(options))
+        print(f"\n== {cls.title} ==", flush=True)
+        folder = root / f"{cls.folder_name()}-{every.profile}"
+        try:
+            run_one(options, folder)
+        except (RuntimeError, ValueError, OSError) as error:
+            failures[_name(options)] = error
+            print(f"{_name(options)} failed: {error}", flush=True)
+        if folder not in folders and (folder / ROWS).exists():
+            folders.append(folder)
     if folders:
         page = root / f"report-{every.profile}.html"
         build(folders, page)
         print(f"\nreport   {page.resolve()}")
     if failures:
-        print("not run: " + "; ".join(f"{name} ({str(error).splitlines()[0]})" for name, error in failures.items()))
+        print(
+            "not run, or in part: "
+            + "; ".join(f"{name} ({str(error).splitlines()[0]})" for name, error in failures.items())
+        )
     return 1 if failures else 0
+
+
+def _name(options: Any) -> str:
+    """The experiment whose options these are."""
+    return type(options).__name__.lower()

@@ -63,7 +63,8 @@ def find(data: Path, name: str, task: str) -> Path:
             return path
     raise FileNotFoundError(
         f"task {task!r} needs {name} (or {name}.xz, {name}.gz) in {data}, which has no such file; give another folder with "
-        "--data, or leave --data out and unset EFLA_DATA to download from the Hugging Face hub"
+        "--data, or leave --data out and unset EFLA_DATA: efla eval then downloads from the Hugging Face hub, and efla reproduce "
+        "does without these sets"
     )
 
 

@@ -54,7 +54,7 @@ def sections(rows: Sequence[Record], source: str) -> list[Section]:
             ),
             claims=throughput_claims.claims(rows),
             figures=[Figure("Tokens per second, and EFLA over DeltaNet", note, charts, legend)],
-            tables=[_speed(cells, arms), _memory(cells, arms)],
+            tables=[_speed(cells, arms), _operations(cells, arms), _memory(cells, arms)],
             settings=settings_table(cells),
             data=["Random tokens; the time of a step does not depend on the text."],
             budget=budget(cells),
@@ -94,6 +94,15 @@ def _speed(cells: Sequence[Record], arms: Sequence[str]) -> Table:
         if any(found):
             lines.append([f"{ours} over {theirs}", *("–" if v is None else v.text(3) for v in found)])  # noqa: RUF001
     return Table("Tokens per second: median (quartiles)", ["arm", *(select.name(row) for row in cells)], lines)
+
+
+def _operations(cells: Sequence[Record], arms: Sequence[str]) -> Table:
+    lines = []
+    for arm in arms:
+        rates = [select.operations(row, arm) for row in cells]
+        lines.append([arm, *("–" if v is None else f"{v / 1e9:,.1f}" for v in rates)])  # noqa: RUF001
+    title = "Useful operations per second, 10⁹: tokens per second times three forward passes' operations a token"
+    return Table(title, ["arm", *(select.name(row) for row in cells)], lines)
 
 
 def _memory(cells: Sequence[Record], arms: Sequence[str]) -> Table:

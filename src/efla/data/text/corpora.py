@@ -69,21 +69,14 @@ def load(name: str, folder: str | Path | None = None) -> Corpus:
     return _load_file(name, str(find(name, folder)))
 
 
-def load_or_fallback(name: str, folder: str | Path | None = None) -> Corpus:
-    """The corpus of that name, or Python's documentation where no folder with it is named; ``Corpus.name`` says which."""
-    if name in _FILES and folder is None and not os.environ.get("EFLA_DATA"):
-        return _python_docs()
-    return load(name, folder)
-
-
 def find(name: str, folder: str | Path | None = None) -> Path:
     """The file of a corpus, as it is or unpacked."""
     file = _FILES[name][0]
     root = folder or os.environ.get("EFLA_DATA")
     if not root:
         raise FileNotFoundError(
-            f"the corpus {name!r} is read from the file {file}; name its folder with --data-root DIR or EFLA_DATA "
-            "(the corpus python-docs needs no file)"
+            f"the corpus {name!r} is read from the file {file}; name its folder with EFLA_DATA, or --data-root "
+            "of efla train, --data of efla reproduce (the corpus python-docs needs no file)"
         )
     candidates = [Path(root) / sub / kind for kind in (file, file.removesuffix(".xz")) for sub in ("", "corpus")]
     for candidate in candidates:
@@ -91,7 +84,7 @@ def find(name: str, folder: str | Path | None = None) -> Path:
             return candidate
     raise FileNotFoundError(
         f"no {file} in {root} (nor in its folder corpus), which the corpus {name!r} is read from; "
-        "name the right folder with --data-root DIR or EFLA_DATA"
+        "name the right folder with EFLA_DATA, or --data-root of efla train, --data of efla reproduce"
     )
 
 

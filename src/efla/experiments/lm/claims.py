@@ -39,11 +39,16 @@ def claims(rows: Sequence[Record]) -> list[Claim]:
     if {"exact-flow", "mamba2"} <= arms:
         found.append(_compare(rows, "c", _C, "exact-flow", "mamba2", "exact-flow against mamba2", "bits"))
     if {*PAIR} <= arms and select.over_seeds(rows, "exact-flow", "lambada_accuracy").n:
-        found.append(_compare(rows, "d", _D, "exact-flow", "delta-l2", _MAIN, "lambada_accuracy"))
+        found.append(_one_of_nine(_compare(rows, "d", _D, "exact-flow", "delta-l2", _MAIN, "lambada_accuracy")))
         at_chance = chance_sentence(rows)
         if at_chance:
             found.append(Claim("d", _D, "the eight multiple-choice sets", NOT_JUDGED, at_chance))
     return found
+
+
+def _one_of_nine(claim: Claim) -> Claim:
+    """Without a verdict: one set says nothing about the average, and at this size LAMBADA's last words are rarely hit."""
+    return claim._replace(verdict=NOT_JUDGED, numbers=f"{claim.numbers}; one of nine sets", effect=None)
 
 
 def chance_sentence(rows: Sequence[Record]) -> str:

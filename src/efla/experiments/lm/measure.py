@@ -18,6 +18,7 @@ from efla.experiments.framework.experiment import Record, Report
 from efla.experiments.framework.records import dumps
 from efla.experiments.framework.rows import write_atomically
 from efla.experiments.lm.config import RAW_KEYS, RECURRENT, LmConfig
+from efla.experiments.lm.cost import Cost
 from efla.experiments.lm.keys import QUANTILES, key_energies
 from efla.experiments.lm.train import TRAINING_SHARE
 from efla.train.engine import Engine
@@ -51,8 +52,8 @@ class Subject:
         return records(task, Path(self.config.folder), limit)
 
 
-def measure(subject: Subject, scratch: Path | None, report: Report) -> Record:
-    """All measurements by name; those that ``scratch`` holds are not made again."""
+def measure(subject: Subject, scratch: Path | None, report: Report, cost: Cost) -> Record:
+    """All measurements by name; those that ``scratch`` holds are not made again. ``cost`` is kept with each."""
     file = None if scratch is None else scratch / "measured.json"
     found: Record = json.loads(file.read_text()) if file is not None and file.exists() else {}
     subject.model.eval()
@@ -62,6 +63,7 @@ def measure(subject: Subject, scratch: Path | None, report: Report) -> Record:
             found[name] = MEASUREMENTS[name][1](subject)
             if file is not None:
                 write_atomically(file, dumps(found).encode())
+                cost.keep()
         share = (number + 1) / len(wanted)
         report(TRAINING_SHARE + (1 - TRAINING_SHARE) * share, bits=float(found["test"]["bits"]))
     return found

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from efla.evaluation import local_data
+from efla.experiments.framework.groups import part_of
 from efla.experiments.lm.config import Group, LmConfig, Profile, profile
 
 
@@ -21,12 +22,13 @@ class Lm:
     corpus: Literal["shakespeare", "novels", "enwik8", "python-docs"] | None = None
     """Text to train on instead of the profile's (quick: shakespeare, full: novels)."""
     arms: tuple[str, ...] | None = None
-    """Arms to run instead of the profile's: delta-l2, exact-flow, gated-delta, gated-exact-flow, mamba2, attention,
+    """Arms to run: delta-l2, exact-flow, gated-delta, gated-exact-flow, mamba2, attention,
     delta-raw, exact-flow-l2."""
     rates: tuple[float, ...] | None = None
-    """Peak learning rates instead of 2e-3."""
+    """Peak learning rates to run."""
     seeds: tuple[int, ...] | None = None
-    """Seeds instead of the profile's; a seed sets weights and the order of rows."""
+    """Seeds to run; a seed sets weights and the order of rows. Arms, rates and seeds choose a part of the profile's runs; if
+    it lacks one of their combinations, all of them are run instead."""
     lr_sweep: bool = False
     """Also run delta-l2 and exact-flow at the peak rates 1e-3 and 4e-3."""
     steps: int | None = None
@@ -62,8 +64,6 @@ class Lm:
         return replace(config, groups=self._groups(config), **changes)
 
     def _groups(self, config: LmConfig) -> tuple[Group, ...]:
-        """The profile's groups, or if arms, rates or seeds are given, one product of them with its first group's."""
-        if all(choice is None for choice in (self.arms, self.rates, self.seeds)):
-            return config.groups
-        first = config.groups[0]
-        return (Group(self.arms or first.arms, self.rates or first.rates, self.seeds or first.seeds),)
+        """The part of the profile's grid that was asked for."""
+        asked = {name: values for name in ("arms", "rates", "seeds") if (values := getattr(self, name))}
+        return part_of(config.groups, asked, config.groups[0])

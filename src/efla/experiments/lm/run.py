@@ -15,9 +15,9 @@ from efla.evaluation.local_data import SOURCES, find
 from efla.experiments.framework.experiment import Cell, Experiment, Record, Report
 from efla.experiments.framework.provenance import backend_used
 from efla.experiments.lm.config import LmConfig
+from efla.experiments.lm.cost import Cost
 from efla.experiments.lm.measure import Subject, measure
 from efla.experiments.lm.train import build, summary, train
-from efla.experiments.throughput.memory import PeakMemory
 
 IN_PROGRESS = "in-progress"
 
@@ -66,7 +66,7 @@ class LanguageModels(Experiment[LmConfig]):
         config, chosen = self.config, cell.settings
         corpus = corpora.load(config.corpus, config.folder)
         scratch = self._scratch(cell)
-        memory = PeakMemory(config.device)
+        cost = Cost(config.device, scratch)
         model = build(config, chosen["arm"], chosen["seed"])
         progress = train(
             model,
@@ -77,9 +77,9 @@ class LanguageModels(Experiment[LmConfig]):
             seed=chosen["seed"],
             report=report,
             scratch=scratch,
+            cost=cost,
         )
-        peak = memory.growth()
-        found = measure(Subject(model, chosen["arm"], chosen["seed"], corpus, config), scratch, report)
+        found = measure(Subject(model, chosen["arm"], chosen["seed"], corpus, config), scratch, report, cost)
         return [
             {
                 "profile": config.profile,
@@ -98,8 +98,9 @@ class LanguageModels(Experiment[LmConfig]):
                     "train_seconds": round(progress.seconds, 2),
                     "steps_per_second": round(progress.step / max(progress.seconds, 1e-9), 4),
                     "bytes_per_second": round(progress.step * config.bytes_per_step / max(progress.seconds, 1e-9), 1),
-                    "peak_memory_growth": peak,
+                    "peak_memory_growth": cost.peak_memory_growth,
                 },
+                "wall_seconds": cost.wall_seconds,
                 "show": {"bits": found["test"]["bits"]},
             }
         ]

@@ -17,6 +17,7 @@ from efla.data.text.sampling import RowSampler
 from efla.data.text.streams import consecutive_rows
 from efla.experiments.framework.experiment import Record, Report
 from efla.experiments.lm.config import RAW_KEYS, LmConfig
+from efla.experiments.lm.cost import Cost
 from efla.experiments.lm.keys import key_energies
 from efla.train.checkpoint import Checkpoints
 from efla.train.engine import Engine
@@ -70,10 +71,12 @@ def train(
     seed: int,
     report: Report,
     scratch: Path | None,
+    cost: Cost | None = None,
 ) -> Trained:
     """AdamW on rows that depend on the seed and the step alone, from the newest checkpoint in ``scratch``.
 
-    A step whose loss or gradient is not finite changes nothing and is counted; many of them end the run.
+    ``cost`` is kept with every checkpoint and notes the memory of training. A step whose loss or gradient is not finite
+    changes nothing and is counted; many of them end the run.
     """
     engine = Engine.alone(config.device)
     optimizer = optimizer_of(config, model)
@@ -108,7 +111,12 @@ def train(
         due = time.perf_counter() - last_save >= config.save_seconds
         if checkpoints is not None and (due or progress.step == config.steps or progress.ended_early):
             checkpoints.save(progress.step, model, optimizer, {"progress": dataclasses.asdict(progress)})
+            if cost is not None:
+                cost.note_memory()
+                cost.keep()
             last_save = time.perf_counter()
+    if cost is not None:
+        cost.note_memory()
     return progress
 
 

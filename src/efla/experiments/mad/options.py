@@ -8,6 +8,7 @@ from typing import Any, Literal
 import torch
 
 from efla.errors import unknown_name
+from efla.experiments.framework.groups import part_of
 from efla.experiments.mad.config import Group, MadConfig, Profile, profile, settings_of
 
 
@@ -35,8 +36,8 @@ class Mad:
     decays: tuple[float, ...] | None = None
     """Weight decays to run."""
     seeds: tuple[int, ...] | None = None
-    """Seeds to run; a seed sets data, weights and order. Arms, rates, decays and seeds that the profile has choose a part
-    of its runs; with one it does not have, every combination is run, on all settings."""
+    """Seeds to run; a seed sets data, weights and order. Arms, rates, decays and seeds choose a part of the profile's
+    runs; if it lacks one of their combinations, all of them are run instead, on every setting."""
     heads: int | None = None
     """Heads instead of the profile's (at d = 128, 8 of width 16 have 2,048 numbers of state, as the reference's gated linear
     attention)."""
@@ -79,8 +80,7 @@ class Mad:
         return replace(config, groups=self._groups(config), **changes)
 
     def _groups(self, config: MadConfig) -> tuple[Group, ...]:
-        """The profile's groups narrowed to what was asked for; if an arm, rate, decay or seed is new to it, one product over
-        all its settings instead."""
+        """The part of the profile's grid that was asked for."""
         known = settings_of(self.profile)
         for kind, asked, there in (
             ("task", self.tasks, sorted({setting.task for setting in known.values()})),
@@ -96,21 +96,8 @@ class Mad:
                 self.settings is None or setting.name in self.settings
             )
 
-        chosen: dict[str, tuple[Any, ...]] = {
-            name: values for name in ("arms", "rates", "decays", "seeds") if (values := getattr(self, name))
-        }
-        groups = config.groups
-        if all(set(values) <= set(_union(groups, name)) for name, values in chosen.items()):
-            groups = tuple(
-                group._replace(**{name: tuple(v for v in getattr(group, name) if v in chosen[name]) for name in chosen})
-                for group in groups
-            )
-        else:
-            groups = (groups[0]._replace(settings=_union(groups, "settings"), **chosen),)
+        choice = {name: values for name in ("arms", "rates", "decays", "seeds") if (values := getattr(self, name))}
+        every = tuple(dict.fromkeys(name for group in config.groups for name in group.settings))
+        groups = part_of(config.groups, choice, config.groups[0]._replace(settings=every))
         narrowed = (group._replace(settings=tuple(filter(wanted, group.settings))) for group in groups)
-        return tuple(group for group in narrowed if all(group))
-
-
-def _union(groups: tuple[Group, ...], name: str) -> tuple[Any, ...]:
-    """What the groups have of a field, each value once, in order."""
-    return tuple(dict.fromkeys(value for group in groups for value in getattr(group, name)))
+        return tuple(group for group in narrowed if group.settings)

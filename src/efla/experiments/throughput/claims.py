@@ -53,6 +53,10 @@ def text_summary(rows: Sequence[Record]) -> str:
     for arm in select.arms_of(rows):
         values = [select.tokens_per_second(row, arm) for row in cells]
         lines.append(f"{arm:<18}" + "".join(f"{'' if v is None else v.text(0):>28}" for v in values))
+    lines.append("useful operations per second, 10^9")
+    for arm in select.arms_of(rows):
+        rates = [select.operations(row, arm) for row in cells]
+        lines.append(f"{arm:<18}" + "".join(f"{'' if v is None else f'{v / 1e9:,.1f}':>28}" for v in rates))
     lines.append("growth of memory in a step at its peak, MB")
     for arm in select.arms_of(rows):
         sizes = [select.memory(row, arm) for row in cells]

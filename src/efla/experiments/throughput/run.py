@@ -10,8 +10,8 @@ import torch
 from efla import EflaForCausalLM
 from efla.bench.timing import Contender, samples_in_turn
 from efla.experiments.framework.experiment import Cell, Experiment, Record, Report
+from efla.experiments.framework.memory import PeakMemory
 from efla.experiments.throughput.config import Setting, ThroughputConfig
-from efla.experiments.throughput.memory import PeakMemory
 from efla.models.accounting import flops_per_token
 from efla.train.engine import Engine
 from efla.train.optimizer import build_optimizer
@@ -41,6 +41,7 @@ class Throughput(Experiment[ThroughputConfig]):
         for number, arm in enumerate(config.arms):
             model, step = stepper(config, arm, setting)
             step()
+            model.zero_grad(set_to_none=True)  # gradients belong to a step, not to what was there before it
             peak = PeakMemory(config.device)
             step()
             memory[arm] = peak.growth()
