@@ -12,6 +12,23 @@ from efla import cli
 from efla.commands import doctor as doctor_module
 
 
+@pytest.mark.parametrize(
+    ("arguments", "option"),
+    [
+        (["eval", "m", "--length", "--limit", "5"], "--limit would do nothing with --length"),
+        (["eval", "m", "--rows", "3", "--pairs", "2"], "--rows, --pairs would do nothing without --length"),
+        (["train", "--estimate-device", "a100"], "--estimate-device would do nothing without --dry-run"),
+        (["train", "--recipe", "tiny", "--recipe=efla-tiny"], "--recipe was given 2 times"),
+        (["generate", "m", "--prompt", "a", "--temperature", "0", "--top-k", "3"], "--top-k would do nothing"),
+    ],
+)  # fmt: skip
+def test_an_option_that_would_do_nothing_is_refused(
+    arguments: list[str], option: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(arguments) == 1
+    assert option in capsys.readouterr().err
+
+
 def test_help_lists_every_command(capsys):
     assert cli.main(["--help"]) == 0
     shown = capsys.readouterr().out

@@ -24,7 +24,7 @@ COMMANDS = {
     "prepare": "Tokenise text once, in parallel, into shards for training. Resumable.",
     "train": "Train a model: on this machine, or on many under torchrun. Resumable.",
     "mad": "Show an instance of a MAD task, its targets marked.",
-    "reproduce": "Run an experiment of the paper: exactness, smnist, lr, mad. Resumable.",
+    "reproduce": "Run an experiment of the paper: exactness, smnist, lr, mad, lm, throughput, or all. Resumable.",
     "report": "One self-contained HTML page from the rows of runs.",
 }
 

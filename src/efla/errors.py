@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 
 class BackendUnavailable(RuntimeError):
@@ -16,3 +16,12 @@ def unknown_name(kind: str, name: object, known: Iterable[str]) -> ValueError:
     near = difflib.get_close_matches(str(name).lower().replace("-", "_"), known, n=3, cutoff=0.5)
     hint = f"did you mean {' or '.join(repr(n) for n in near)}? " if near else ""
     return ValueError(f"unknown {kind} {name!r}; {hint}known {kind}s: {', '.join(known)}")
+
+
+def refuse_ignored(given: Mapping[str, bool], where: str) -> None:
+    """An error if options were given that would do nothing. given: option's name -> whether it was."""
+    names = [f"--{name}" for name, is_given in given.items() if is_given]
+    if names:
+        raise ValueError(
+            f"{', '.join(names)} would do nothing {where}; leave {'it' if len(names) == 1 else 'them'} out"
+        )

@@ -68,6 +68,11 @@ def test_every_suite_runs_and_the_command_writes_its_rows(monkeypatch, tmp_path,
         row["median"] > 0 and row["rounds"] == 2 for row in rows if not row["work"].startswith(("length", "decode"))
     )
     assert "<svg" in plot.read_text()
+    assert cli.main(["bench", "scan", "--suite", "decode", "--rounds", "2", "--output", str(output)]) == 0
+    assert "in place of those of 2" in capsys.readouterr().out, "rows are not replaced in silence"
+    assert cli.main(["bench", "scan", "--suite", "decode", "--plot", str(plot)]) == 1
+    assert "--plot draws the suite lengths" in capsys.readouterr().err
+    assert cli.main(["bench", "--rounds", "2"]) == 0
     assert "forward+backward B1 T24 H1 D16" in capsys.readouterr().out
 
 

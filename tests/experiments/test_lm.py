@@ -311,6 +311,13 @@ def test_a_failed_run_is_a_worse_result_not_a_missing_one() -> None:
     assert "delta-l2: 1 failed" in claims.text_summary(rows)
 
 
+def test_arms_are_compared_on_the_seeds_they_share() -> None:
+    rows = made_up({"exact-flow": [2.0, 3.0, 4.0], "delta-raw": [2.5]})
+    (claim,) = (claim for claim in claims.claims(rows) if "the rule alone, raw keys" in claim.pair)
+    assert claim.numbers.startswith("2.0000 against 2.5000: -0.5000")
+    assert claim.verdict == "not judged"
+
+
 def test_a_single_seed_is_set_against_the_spread_of_the_main_pair() -> None:
     rows = made_up({"exact-flow": [2.0, 2.1], "delta-l2": [2.0, 2.1], "gated-delta": [2.0], "gated-exact-flow": [1.99]})
     gated = next(claim for claim in claims.claims(rows) if claim.letter == "b")

@@ -15,6 +15,8 @@ from efla.experiments.framework.rows import ROWS, append_rows
 from efla.report import build
 from efla.report.chart import Chart, Point, Series, render
 
+from .pages import numbers_are_finite
+
 pytest.importorskip("jinja2")
 
 
@@ -96,12 +98,10 @@ def test_the_page_states_every_claim_with_a_verdict_numbers_data_and_limits(page
     for letter in "abcde":
         assert f"<b>({letter})</b>" in page
     assert page.count('class="badge seen"') >= 1
-    assert "±" in page
-    assert "What may not be concluded" in page
+    assert len(re.findall(r"<td[^>]*>[^<]*± \d", page)) > 10, "tables have spreads"
     assert "Small differences: the spread is estimated from 3 seeds." in page
     assert "made-up &lt;images&gt;" in page, "text from rows is escaped"
     assert "made-up <images>" not in page
-    assert "15" in page
     assert "45 cells" in page
     assert "1 of 3" in page, "diverged runs are counted"
 
@@ -116,9 +116,7 @@ def test_figures_have_a_band_for_several_seeds_and_none_for_one(tmp_path: Path, 
 
 
 def test_no_number_of_a_figure_is_not_a_number(page: str) -> None:
-    for attribute in re.findall(r'(?: d|x1|x2|y1|y2|cx|cy)="([^"]*)"', page):
-        assert "nan" not in attribute.lower()
-        assert "inf" not in attribute.lower()
+    numbers_are_finite(page)
 
 
 def test_the_same_folder_twice_is_one_section_and_two_folders_are_not_pooled(tmp_path: Path) -> None:

@@ -25,6 +25,7 @@ from efla.data.text.prepare import PrepareConfig, prepare
 from efla.data.text.shards import INDEX, checksum, open_shards
 from efla.data.text.source import open_data, vocabulary_of
 from efla.data.text.tokenizers import ByteTokenizer, load_tokenizer, token_type
+from efla.experiments.framework.lock import take
 
 TEXTS = ["First document.", "Zweites: äöü 漢字 🙂", "third\nwith lines\n", "", "x" * 300]
 LINES = b"".join(json.dumps({"text": t, "id": n}).encode() + b"\n" for n, t in enumerate(TEXTS))
@@ -64,6 +65,13 @@ def test_zstandard_frames_are_read(tmp_path):
 
     (tmp_path / "a.jsonl.zst").write_bytes(zstandard.compress(LINES[:20]) + zstandard.compress(LINES[20:]))
     assert list(readers.read_documents(tmp_path / "a.jsonl.zst")) == TEXTS
+    whole = zstandard.compress(b"some text " * 100_000)
+    (tmp_path / "b.txt.zst").write_bytes(whole)
+    assert list(readers.read_documents(tmp_path / "b.txt.zst")) == ["some text " * 100_000]
+    for damaged in (whole[:-5], whole[:20] + b"\xff" * 8 + whole[28:], b"nonsense"):
+        (tmp_path / "b.txt.zst").write_bytes(damaged)
+        with pytest.raises(ValueError, match=r"b\.txt\.zst is damaged"):
+            list(readers.read_documents(tmp_path / "b.txt.zst"))
 
 
 @pytest.mark.skipif(not has("pyarrow"), reason="pyarrow is not installed (extra train)")
@@ -75,6 +83,9 @@ def test_parquet_is_read(tmp_path):
     assert list(readers.read_documents(tmp_path / "a.parquet", "body")) == TEXTS
     with pytest.raises(ValueError, match=r"no column 'text' \(found: body, id\); name it with --column"):
         list(readers.read_documents(tmp_path / "a.parquet"))
+    with tarfile.open(tmp_path / "a.tar", "w") as archive:
+        archive.add(tmp_path / "a.parquet", "a.parquet")
+    assert list(readers.read_documents(tmp_path / "a.tar", "body")) == TEXTS
 
 
 @pytest.mark.parametrize("name", ["a.tar", "a.tar.xz", "a.tgz"])
@@ -104,6 +115,7 @@ def test_folders_are_read_in_the_order_of_their_paths(tmp_path):
         ("a.jsonl", b'{"body": "x"}\n', r"no text under 'text' \(found: body\); name it with --column"),
         ("a.txt", b"\xff\xfe", r"a\.txt is not UTF-8 \(byte 0\)"),
         ("a.jsonl.gz", gzip.compress(LINES)[:-12], "is damaged"),
+        ("a.jsonl.gz", gzip.compress(LINES)[:12] + b"\xff" * 20, "is damaged"),
         ("a.jsonl.xz", b"nonsense", "is damaged"),
     ],
 )
@@ -178,6 +190,10 @@ p._OpenShard.close = close_and_die
 p.prepare(p.PrepareConfig(**{config!r}), Path({folder!r}))
 """
     kept = []
+    filled = code.format(at=1, after=True, config=config, folder=str(tmp_path / "first"))
+    assert subprocess.run([sys.executable, "-c", filled], check=False).returncode == -signal.SIGKILL
+    prepare(PrepareConfig(**config), tmp_path / "first")  # killed with the very first shard renamed and not noted
+    assert shard_sums(tmp_path / "whole") == shard_sums(tmp_path / "first")
     for at, after in ((4, False), (6, True)):
         filled = code.format(at=at, after=after, config=config, folder=str(tmp_path / "killed"))
         assert subprocess.run([sys.executable, "-c", filled], check=False).returncode == -signal.SIGKILL
@@ -196,6 +212,28 @@ def test_other_settings_are_refused_and_a_finished_folder_is_left_alone(tmp_path
     assert prepare(config, tmp_path / "out") == first
     with pytest.raises(ValueError, match=r"prepared with other settings .*column: text there, body now"):
         prepare(PrepareConfig(sources=(str(source),), column="body"), tmp_path / "out")
+
+
+def test_texts_that_changed_are_refused(tmp_path):
+    source = write_corpus(tmp_path, 20)
+    config = PrepareConfig(sources=(str(source),))
+    prepare(config, tmp_path / "out")
+    with open(source, "a") as stream:
+        stream.write(json.dumps({"text": "one more"}) + "\n")
+    with pytest.raises(ValueError, match=r"other settings or texts \(source_bytes: \d+ there, \d+ now\)"):
+        prepare(config, tmp_path / "out")
+
+
+def test_other_files_in_the_folder_are_left_alone_and_a_folder_is_held_by_one_run(tmp_path):
+    source = write_corpus(tmp_path, 20)
+    (tmp_path / "out").mkdir()
+    for name in ("mine.tmp", "train-notes.tmp"):
+        (tmp_path / "out" / name).write_text("keep me")
+    (tmp_path / "out" / "train-00000.bin.tmp").write_text("left by a kill")
+    with take(tmp_path / "out"), pytest.raises(RuntimeError, match="another run is writing to"):
+        prepare(PrepareConfig(sources=(str(source),)), tmp_path / "out")
+    prepare(PrepareConfig(sources=(str(source),)), tmp_path / "out")
+    assert sorted(file.name for file in (tmp_path / "out").glob("*.tmp")) == ["mine.tmp", "train-notes.tmp"]
 
 
 def test_damage_is_found_by_size_and_by_checksum(tmp_path):
@@ -255,6 +293,9 @@ def test_any_tokenizers_file_will_do(tmp_path):
     assert (tokenizer.vocab_size, tokenizer.border) == (len(inner.get_vocab()), 0)
     assert tokenizer.encode(["alpha beta"])[0].tolist() == [0, *inner.encode("alpha beta").ids]
     assert vocabulary_of(str(tmp_path / "documents.jsonl"), str(tmp_path / "tokenizer.json")) == tokenizer.vocab_size
+    text = (tmp_path / "tokenizer.json").read_text().replace('"<s>"', '"</s>"')
+    (tmp_path / "other.json").write_text(text)
+    assert load_tokenizer(str(tmp_path / "other.json")).border == 0, "the last of the known names"
 
 
 def test_ids_take_the_smallest_type():

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import datetime
 import importlib
-import json
-import platform
+import json as json_format
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -17,6 +16,8 @@ from rich.table import Table
 from efla.bench.timing import Measurement
 from efla.commands.doctor import machine_facts
 from efla.errors import unknown_name
+from efla.experiments.framework import provenance
+from efla.experiments.framework.rows import write_atomically
 
 
 def bench(
@@ -51,6 +52,8 @@ def bench(
     for name in suite:
         if name not in suites:
             raise unknown_name("suite", name, suites)
+    if plot is not None and (what != "scan" or (suite and "lengths" not in suite)):
+        raise ValueError(f"--plot draws the suite lengths of efla bench scan, got {what} {' '.join(suite)}")
     if threads is not None:
         torch.set_num_threads(threads)
     threads = torch.get_num_threads()
@@ -76,8 +79,10 @@ def bench(
         print(_dumps(record))
     if output is not None:
         output.parent.mkdir(parents=True, exist_ok=True)
-        output.write_text(_dumps(record) + "\n")
-    if plot is not None and what == "scan":
+        before = f" (in place of those of {_date(output)})" if output.exists() else ""
+        write_atomically(output, (_dumps(record) + "\n").encode())
+        console.print(f"rows     {output}{before}", markup=False, soft_wrap=True)
+    if plot is not None:
         plot_lengths(measurements, plot, f"{processor_name()}, {threads} threads")
     return 0
 
@@ -108,14 +113,15 @@ def comparison_table(group: list[Measurement]) -> Table:
 
 def processor_name() -> str:
     """What the processor calls itself, with its instruction set."""
-    name = platform.processor() or platform.machine()
-    cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.exists():
-        for line in cpuinfo.read_text().splitlines():
-            if line.startswith("model name"):
-                name = line.split(":", 1)[1].strip()
-                break
-    return f"{name} ({torch.backends.cpu.get_cpu_capability()})"
+    return f"{provenance.processor()} ({torch.backends.cpu.get_cpu_capability()})"
+
+
+def _date(file: Path) -> str:
+    """When a file of rows was written, as it says or as the disk does."""
+    try:
+        return str(json_format.loads(file.read_text())["date"])
+    except (ValueError, KeyError, TypeError):
+        return datetime.datetime.fromtimestamp(file.stat().st_mtime).isoformat(timespec="seconds")
 
 
 def _number(value: float | None, style: str) -> str:
@@ -127,4 +133,4 @@ def _time(seconds: float) -> str:
 
 
 def _dumps(record: object) -> str:
-    return json.dumps(record, indent=1)
+    return json_format.dumps(record, indent=1)

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import torch
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 import efla
@@ -47,9 +48,9 @@ def doctor() -> int:
     table = Table("backend", "here", "self-check against the float64 oracle", title="Backends", title_justify="left")
     for report in reports:
         if report.reason is not None:
-            table.add_row(report.name, "[yellow]no[/]", report.reason)
+            table.add_row(report.name, "[yellow]no[/]", escape(report.reason))
         elif report.problem is not None:
-            table.add_row(report.name, "[green]yes[/]", f"[bold red]WRONG[/] {report.problem}")
+            table.add_row(report.name, "[green]yes[/]", f"[bold red]WRONG[/] {escape(report.problem)}")
         else:
             table.add_row(report.name, "[green]yes[/]", f"[green]right[/] in {report.seconds:.2f} s")
     console.print(table)

@@ -7,10 +7,15 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
+from efla.errors import refuse_ignored
+
 if TYPE_CHECKING:
     from rich.console import Console
 
     from efla.evaluation.run import Settings
+
+
+_PAIRS, _LENGTHS = (4, 8, 16, 32, 64), (256, 512, 1024, 2048)
 
 
 def eval(
@@ -33,8 +38,8 @@ def eval(
     text: str | None = None,
     positions: int = 65_536,
     rows: int = 8,
-    pairs: tuple[int, ...] = (4, 8, 16, 32, 64),
-    lengths: tuple[int, ...] = (256, 512, 1024, 2048),
+    pairs: tuple[int, ...] = _PAIRS,
+    lengths: tuple[int, ...] = _LENGTHS,
     recall_steps: int = 0,
 ) -> int:
     """Evaluate models zero-shot and print the paper's table; or compare two; or look at long contexts.
@@ -72,6 +77,15 @@ def eval(
     from efla.evaluation import local_data
     from efla.evaluation.run import Settings
 
+    of_tasks = {
+        "tasks": tasks != ("paper",), "limit": limit is not None, "max-length": max_length is not None, "no-share": not share,
+        "paper": paper != "340M", "samples": samples,
+    }  # fmt: skip
+    of_length = {
+        "text": text is not None, "positions": positions != 65_536, "rows": rows != 8, "pairs": pairs != _PAIRS,
+        "lengths": lengths != _LENGTHS, "recall-steps": recall_steps != 0,
+    }  # fmt: skip
+    refuse_ignored(of_tasks if length else of_length, "with --length" if length else "without --length")
     chosen = list(models)
     if compare is not None:
         if length:

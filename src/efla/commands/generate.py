@@ -7,6 +7,8 @@ from typing import Annotated, Any, Literal
 
 import tyro
 
+from efla.errors import refuse_ignored
+
 
 def generate(
     model: Annotated[str, tyro.conf.Positional],
@@ -48,6 +50,9 @@ def generate(
         raise ValueError(
             f"max_new_tokens must be at least 1 and temperature at least 0, got {max_new_tokens}, {temperature}"
         )
+    refuse_ignored(
+        {"top-k": temperature == 0 and top_k != 0, "top-p": temperature == 0 and top_p != 1}, "at --temperature 0"
+    )
     logging.disable_progress_bar()  # of loading weights, which would stand within the text
     config = load_config(model)
     codec = load_codec(model, config, tokenizer)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Literal
 
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from efla.commands.doctor import machine_facts
@@ -227,10 +228,12 @@ def report_conformance(console: Console, results: list[conformance.CaseResult]) 
     console.print("\n## Conformance with the float64 oracle\n")
     print_table(console, "rule,dtype,cases,wrong,left out,worst error of its budget", rows)
     for reason in dict.fromkeys(result.skipped for result in results if result.skipped is not None):
-        console.print(f"\nLeft out: the backend {reason}")
+        console.print(f"\nLeft out: the backend {reason}", markup=False)
     wrong = [result for result in results if result.problem is not None]
     for case in wrong:
-        console.print(f"[bold red]WRONG[/] {case.rule}, {case.dtype}, {case.shape}, width {case.width}: {case.problem}")
+        console.print(
+            f"[bold red]WRONG[/] {case.rule}, {case.dtype}, {case.shape}, width {case.width}: {escape(str(case.problem))}"
+        )
     return not wrong
 
 

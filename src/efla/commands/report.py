@@ -32,6 +32,7 @@ def report(
             print(f"  {line}")
         print(f"  {section.budget}")
     if markdown is not None:
+        markdown.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(markdown, front.markdown(sections).encode())
         print(f"\nclaims: {markdown.resolve()}")
     print(f"\nreport: {output.resolve()}")

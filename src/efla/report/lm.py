@@ -97,18 +97,18 @@ def _y_range(series: Sequence[Series], low: float | None = None) -> tuple[float,
 def _main_table(rows: Sequence[Record], arms: Sequence[str]) -> Table:
     """One line per arm: mean and deviation over seeds, and the difference to delta-l2 in the headline."""
     names = [name for name in select.METRICS if any(select.over_seeds(rows, arm, name).n for arm in arms)]
-    base = select.over_seeds(rows, PAIR[0], "bits")
     lines = []
     for arm in arms:
-        bits = select.over_seeds(rows, arm, "bits")
-        difference = "" if arm == PAIR[0] or math.isnan(bits.mean - base.mean) else f"{bits.mean - base.mean:+.4f}"
+        gap = select.over_seeds(rows, arm, "bits", shared_with=PAIR[0]).mean
+        gap -= select.over_seeds(rows, PAIR[0], "bits", shared_with=arm).mean
+        difference = "" if arm == PAIR[0] or math.isnan(gap) else f"{gap:+.4f}"
         label = f"{arm} (control)" if arm in CONTROLS else arm
         mine = select.chosen(rows, arm)
         values = [select.show(rows, arm, name) for name in names]
         lines.append([label, str(len(mine)), f"{mine[0]['parameters']:,}", *values, difference])
     titles = [select.METRICS[name].title for name in names]
     title = f"Every arm at peak rate {select.judged_rate(rows):g}, mean ± deviation over seeds"
-    return Table(title, ["arm", "seeds", "parameters", *titles, "bits − delta-l2"], lines)  # noqa: RUF001
+    return Table(title, ["arm", "seeds", "parameters", *titles, "bits − delta-l2, same seeds"], lines)  # noqa: RUF001
 
 
 def _choices(rows: Sequence[Record], arms: Sequence[str]) -> Table:

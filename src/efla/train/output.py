@@ -16,6 +16,7 @@ from types import TracebackType
 from typing import IO, Any
 
 from efla.experiments.framework import provenance
+from efla.experiments.framework.lock import LOCK, take
 from efla.experiments.framework.records import Record, dumps
 from efla.experiments.framework.rows import write_atomically
 from efla.train.config import TrainConfig
@@ -35,10 +36,9 @@ class OutputFolder:
         if self.writes:
             try:
                 self.path.mkdir(parents=True, exist_ok=True)
-                self._lock = open(self.path / ".lock", "ab")  # held until the run ends
+                self._lock = take(self.path)
             except OSError as error:
                 raise explain_write(error, self.path) from error
-            _take(self._lock, self.path)
             self._check_config()
         return self
 
@@ -60,7 +60,7 @@ class OutputFolder:
             "machine": provenance.machine(),
         }
         if not file.exists():
-            others = [path.name for path in self.path.iterdir() if path.name != ".lock"]
+            others = [path.name for path in self.path.iterdir() if path.name != LOCK]
             if others:
                 raise ValueError(
                     f"{self.path} holds {', '.join(sorted(others)[:3])} but no {CONFIG} of a run; nothing was changed. "
@@ -101,14 +101,3 @@ def explain_write(error: OSError, path: Path) -> OSError:
         error.errno or 0,
         f"cannot write to {path}: {reason}. {advice} and run the same command; it continues where it was",
     )
-
-
-def _take(lock: IO[bytes], path: Path) -> None:
-    try:
-        import fcntl
-    except ImportError:  # no such locks on this system
-        return
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        raise RuntimeError(f"another run is writing to {path}; wait for it or choose another --output") from error

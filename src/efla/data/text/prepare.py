@@ -6,6 +6,7 @@ synced and renamed; then ``progress.json`` says how many documents are safe. A s
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import hashlib
 import json
@@ -25,9 +26,13 @@ from numpy.typing import NDArray
 from efla.data.text import hub, readers
 from efla.data.text.shards import INDEX, Index, Shard, is_prepared, read_index
 from efla.data.text.tokenizers import TextTokenizer, load_tokenizer, token_type
+from efla.experiments.framework.lock import take
 from efla.experiments.framework.rows import write_atomically
 
 PROGRESS = "progress.json"
+SOURCE_BYTES = "source_bytes"
+_PARTS = ("train", "validation")
+_UNFINISHED = ".bin.tmp"
 _PIECE_CHARACTERS = 1 << 20
 _PIECE_DOCUMENTS = 2000
 
@@ -90,28 +95,16 @@ def prepare(config: PrepareConfig, output: Path, *, workers: int = 1, watch: Wat
     settings = json.loads(json.dumps(asdict(config)))
     if is_prepared(output):
         index = read_index(output)
+        with contextlib.suppress(FileNotFoundError):  # what was prepared is enough
+            settings[SOURCE_BYTES] = _source_bytes(config)
         _compare(output, index.settings, settings)
         return index
+    settings[SOURCE_BYTES] = _source_bytes(config)
     tokenizer = load_tokenizer(config.tokenizer)
     try:
         output.mkdir(parents=True, exist_ok=True)
-        progress = _read_progress(output, settings)
-        for leftover in output.glob("*.tmp"):
-            leftover.unlink()
-        writer = _Writer(output, tokenizer, config, settings, progress)
-        documents = _documents(config, skip=progress.documents)
-        try:
-            text_bytes = 0
-            for piece in _encode(documents, config.tokenizer, tokenizer, workers):
-                writer.write(piece)
-                text_bytes += piece.bytes
-                if watch is not None:
-                    watch(documents=writer.documents, tokens=writer.tokens, text_bytes=text_bytes)
-                if writer.is_full:
-                    break
-        finally:
-            writer.close_files()
-        return writer.finish()
+        with take(output):
+            return _prepare(config, output, settings, tokenizer, workers, watch)
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS, errno.EPERM):
             raise OSError(
@@ -120,6 +113,35 @@ def prepare(config: PrepareConfig, output: Path, *, workers: int = 1, watch: Wat
                 "--output and run the same command again",
             ) from error
         raise
+
+
+def _prepare(
+    config: PrepareConfig,
+    output: Path,
+    settings: dict[str, Any],
+    tokenizer: TextTokenizer,
+    workers: int,
+    watch: Watcher | None,
+) -> Index:
+    """As :func:`prepare`, in a folder that this process holds."""
+    progress = _read_progress(output, settings)
+    for part in _PARTS:
+        for leftover in output.glob(f"{part}-*{_UNFINISHED}"):
+            leftover.unlink()
+    writer = _Writer(output, tokenizer, config, settings, progress)
+    documents = _documents(config, skip=progress.documents)
+    try:
+        text_bytes = 0
+        for piece in _encode(documents, config.tokenizer, tokenizer, workers):
+            writer.write(piece)
+            text_bytes += piece.bytes
+            if watch is not None:
+                watch(documents=writer.documents, tokens=writer.tokens, text_bytes=text_bytes)
+            if writer.is_full:
+                break
+    finally:
+        writer.close_files()
+    return writer.finish()
 
 
 class _Writer:
@@ -134,6 +156,7 @@ class _Writer:
         self.open: dict[str, _OpenShard] = {}
         self.train_tokens = sum(shard.tokens for shard in done.train)
         self.tokens = self.train_tokens + sum(shard.tokens for shard in done.validation)
+        self._note()  # before the first shard, so that one a kill left unnoted is known as ours
 
     @property
     def is_full(self) -> bool:
@@ -163,6 +186,9 @@ class _Writer:
             getattr(self.done, part).append(shard.close())
         self.open = {}
         self.done.documents, self.done.dropped = self.documents, self.dropped
+        self._note()
+
+    def _note(self) -> None:
         record = {"settings": self.settings, **asdict(self.done)}
         write_atomically(self.folder / PROGRESS, json.dumps(record).encode())
 
@@ -197,7 +223,7 @@ class _OpenShard:
 
     def __init__(self, folder: Path, part: str, number: int) -> None:
         self.file = folder / f"{part}-{number:05d}.bin"
-        self.temporary = self.file.with_suffix(".bin.tmp")
+        self.temporary = self.file.with_suffix(_UNFINISHED)
         self.stream = open(self.temporary, "wb")  # noqa: SIM115  (closed by close)
         self.digest = hashlib.sha256()
         self.tokens = self.documents = 0
@@ -215,6 +241,12 @@ class _OpenShard:
         self.stream.close()
         os.replace(self.temporary, self.file)
         return Shard(self.file.name, self.tokens, self.documents, self.digest.hexdigest())
+
+
+def _source_bytes(config: PrepareConfig) -> int:
+    """Size of all local files together, so that sources that changed are noticed."""
+    local = [Path(source) for source in config.sources if not hub.is_hub_name(source)]
+    return sum(file.stat().st_size for file in readers.list_files(local)) if local else 0
 
 
 def _documents(config: PrepareConfig, skip: int) -> Iterator[str]:
@@ -299,7 +331,7 @@ def _read_progress(folder: Path, settings: dict[str, Any]) -> _Progress:
         return _Progress()
     record = json.loads(file.read_text())
     _compare(folder, record.pop("settings"), settings)
-    shards = {part: [Shard(**shard) for shard in record[part]] for part in ("train", "validation")}
+    shards = {part: [Shard(**shard) for shard in record[part]] for part in _PARTS}
     known = {shard.file for part in shards.values() for shard in part}
     for file in folder.glob("*.bin"):  # renamed, but a kill came before it was noted: it is written again
         if file.name not in known:
@@ -309,10 +341,12 @@ def _read_progress(folder: Path, settings: dict[str, Any]) -> _Progress:
 
 def _compare(folder: Path, there: dict[str, Any], now: dict[str, Any]) -> None:
     differences = [
-        f"{key}: {there.get(key)} there, {now.get(key)} now" for key in now if there.get(key) != now.get(key)
+        f"{key}: {there.get(key)} there, {now.get(key)} now"
+        for key in now
+        if there.get(key) != now.get(key) and not (key == SOURCE_BYTES and key not in there)  # folders of old have none
     ]
     if differences:
         raise ValueError(
-            f"{folder} was prepared with other settings ({'; '.join(differences)}); nothing was changed. "
+            f"{folder} was prepared with other settings or texts ({'; '.join(differences)}); nothing was changed. "
             "Choose another --output"
         )

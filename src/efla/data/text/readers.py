@@ -11,6 +11,7 @@ import io
 import json
 import lzma
 import tarfile
+import zlib
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import IO, Any, cast
@@ -60,7 +61,7 @@ def read_documents(file: Path, column: str = "text") -> Iterator[str]:
     try:
         with open(file, "rb") as stream:
             yield from _documents(str(file), file.name, stream, column)
-    except (OSError, EOFError, lzma.LZMAError, tarfile.TarError) as error:
+    except (OSError, EOFError, lzma.LZMAError, zlib.error, tarfile.TarError) as error:
         if isinstance(error, OSError) and error.errno is not None:
             raise
         raise ValueError(f"{file} is damaged ({error}); copy or download it again") from error
@@ -105,7 +106,9 @@ def _table(label: str, stream: IO[bytes], column: str) -> Iterator[str]:
         import pyarrow.parquet as parquet
     except ImportError:
         raise RuntimeError("reading Parquet needs pyarrow: pip install 'efla[train]'") from None
-    source = stream if stream.seekable() else io.BytesIO(stream.read())
+    # A member of an archive that is read as a stream cannot go back, and fails when asked whether it can.
+    can_go_back = not isinstance(stream, tarfile.ExFileObject) and stream.seekable()
+    source = stream if can_go_back else io.BytesIO(stream.read())
     table = parquet.ParquetFile(source)
     if column not in table.schema_arrow.names:
         raise ValueError(
@@ -134,13 +137,43 @@ def _decompress(name: str, stream: IO[bytes]) -> IO[bytes]:
     if name.endswith(".bz2"):
         return cast("IO[bytes]", bz2.BZ2File(stream))
     if name.endswith(".zst"):
+        return io.BufferedReader(_ZstdFrames(stream))
+    return stream
+
+
+class _ZstdFrames(io.RawIOBase):
+    """The content of zstd frames end to end; zstandard's own reader takes a file that was cut off for its end."""
+
+    def __init__(self, stream: IO[bytes]) -> None:
         try:
             import zstandard
         except ImportError:
             raise RuntimeError("reading .zst needs zstandard: pip install 'efla[train]'") from None
-        reader: Any = zstandard.ZstdDecompressor().stream_reader(stream, read_across_frames=True)
-        return io.BufferedReader(reader)
-    return stream
+        self._stream, self._decompressor, self._error = stream, zstandard.ZstdDecompressor(), zstandard.ZstdError
+        self._frame: Any = None
+        self._packed = self._plain = b""
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        while not self._plain:
+            self._packed = self._packed or self._stream.read(1 << 17)
+            if not self._packed:
+                if self._frame is not None:
+                    raise EOFError("the compressed data ends inside a frame")
+                return 0
+            self._frame = self._frame or self._decompressor.decompressobj()
+            try:
+                self._plain = self._frame.decompress(self._packed)
+            except self._error as error:
+                raise EOFError(str(error)) from error
+            self._packed = self._frame.unused_data
+            if self._frame.eof:
+                self._frame = None
+        count = min(len(buffer), len(self._plain))
+        buffer[:count], self._plain = self._plain[:count], self._plain[count:]
+        return count
 
 
 def _uncompressed(name: str) -> str:

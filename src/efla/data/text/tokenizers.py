@@ -151,7 +151,8 @@ class TransformersTokenizer:
             ) from error
         border = self.inner.bos_token_id if self.inner.bos_token_id is not None else self.inner.eos_token_id
         if border is None:
-            border = next((self.inner.get_vocab().get(t) for t in ("<s>", "<bos>", "<|endoftext|>", "</s>")), None)
+            vocabulary = self.inner.get_vocab()
+            border = next((vocabulary[t] for t in ("<s>", "<bos>", "<|endoftext|>", "</s>") if t in vocabulary), None)
         if border is None:
             raise ValueError(
                 f"the tokenizer {name!r} has neither bos nor eos token to start a document with; add one to it"

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Any
 
+from efla.experiments.framework.lock import take
 from efla.experiments.framework.records import Record, dumps
 from efla.experiments.framework.rows import ROWS, append_rows, parse, repair, write_atomically
 
 CONFIG = "config.json"
-LOCK = ".lock"
 _FORMAT = 1
 
 
@@ -32,14 +31,13 @@ class RunFolder:
     def open(cls, path: Path, experiment: str, protocol: Record) -> RunFolder:
         try:
             path.mkdir(parents=True, exist_ok=True)
-            lock = open(path / LOCK, "ab")  # noqa: SIM115  (held until the run ends)
+            lock = take(path)
         except OSError as error:
             raise OSError(
                 error.errno or 0,
                 f"cannot write to the output folder {path}: {error.strerror}; choose another with --output",
             ) from error
         try:
-            _take(lock, path)
             _check_config(path, experiment, protocol)
             repaired = repair(path)
         except BaseException:
@@ -104,16 +102,3 @@ def _check_config(path: Path, experiment: str, protocol: Record) -> None:
             f"{path} holds rows of another config ({'; '.join(differences)}); nothing was changed. "
             "Choose another --output, or give the options those rows were made with"
         )
-
-
-def _take(lock: IO[bytes], path: Path) -> None:
-    try:
-        import fcntl
-    except ImportError:  # no such locks on this system
-        return
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        raise RuntimeError(
-            f"another run (not process {os.getpid()}) is writing to {path}; wait for it or choose another --output"
-        ) from error

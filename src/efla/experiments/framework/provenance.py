@@ -29,13 +29,14 @@ def versions() -> dict[str, str]:
 
 @cache
 def git_commit() -> str | None:
-    """The commit of the source tree, with ``+changes`` if it was edited since; ``None`` outside a repository."""
+    """The commit of the source tree, with ``+changes`` if it was edited since (``+unknown``: git did not say); ``None``
+    outside a repository, or inside one that is not ours."""
     folder = Path(__file__).parent
     commit = _git(folder, "rev-parse", "HEAD")
-    if commit is None:
+    if commit is None or _git(folder, "ls-files", "--error-unmatch", Path(__file__).name) is None:
         return None
     changed = _git(folder, "status", "--porcelain", "--untracked-files=no")
-    return commit + ("+changes" if changed else "")
+    return commit + ("+unknown" if changed is None else "+changes" if changed else "")
 
 
 def backend_used(name: str, device: str = "cpu", width: int = 64) -> str:
@@ -47,7 +48,7 @@ def backend_used(name: str, device: str = "cpu", width: int = 64) -> str:
 @cache
 def machine() -> Record:
     """Processor, its cores and the operating system."""
-    return {"processor": _processor(), "cores": os.cpu_count(), "system": f"{platform.system()} {platform.machine()}"}
+    return {"processor": processor(), "cores": os.cpu_count(), "system": f"{platform.system()} {platform.machine()}"}
 
 
 def _git(folder: Path, *arguments: str) -> str | None:
@@ -61,7 +62,8 @@ def _git(folder: Path, *arguments: str) -> str | None:
     return done.stdout.strip()
 
 
-def _processor() -> str:
+def processor() -> str:
+    """What the processor calls itself."""
     try:
         for line in Path("/proc/cpuinfo").read_text().splitlines():
             if line.startswith("model name"):

@@ -47,6 +47,8 @@ def run(
         raise unknown_name("executor", executor, EXECUTORS)
     if workers < 1 or threads < 1:
         raise ValueError(f"workers and threads must be at least 1, got {workers} and {threads}")
+    if executor == "inline":
+        workers = 1
     console = console or Console(stderr=True)
     experiment = experiment.at(output)
     cells = experiment.cells()
@@ -54,7 +56,8 @@ def run(
     experiment.prepare()
     with RunFolder.open(output, experiment.folder_name(), experiment.protocol()) as folder:
         if folder.repaired:
-            console.print(f"{folder.repaired} half-written lines were set aside in {output}; their cells run again")
+            lines = f"{folder.repaired} half-written lines were set aside in {output}; their cells run again"
+            console.print(lines, markup=False)
         finished = folder.finished()
         to_do = [cell for cell in cells if cell.id not in finished]
         skipped = len(cells) - len(to_do)
@@ -62,7 +65,7 @@ def run(
             if cell.id in finished:
                 experiment.clean_up(cell)
         if skipped:
-            console.print(f"{skipped} of {len(cells)} cells are in {output} already")
+            console.print(f"{skipped} of {len(cells)} cells are in {output} already", markup=False)
         expected = _expected(experiment, to_do, workers, threads, console) if to_do else None
         failures: list[Event] = []
         with Display(len(cells), skipped, workers, console, expected) as display:

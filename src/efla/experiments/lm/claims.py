@@ -77,7 +77,8 @@ def _perplexities(rows: Sequence[Record], *arms: str) -> list[str]:
 
 def _compare(rows: Sequence[Record], letter: str, sentence: str, ours: str, theirs: str, pair: str, name: str) -> Claim:
     metric = METRICS[name]
-    a, b = (select.over_seeds(rows, arm, name) for arm in (ours, theirs))
+    a = select.over_seeds(rows, ours, name, shared_with=theirs)
+    b = select.over_seeds(rows, theirs, name, shared_with=ours)
     lower = metric.lower_is_better
     text = f"{select.text(a, metric)} against {select.text(b, metric)}"
     difference = metric.unit * (a.mean - b.mean)
@@ -87,7 +88,7 @@ def _compare(rows: Sequence[Record], letter: str, sentence: str, ours: str, thei
             text += " points" if metric.unit == 100 else ""
         else:
             text += f" ({100 * (a.mean / b.mean - 1):+.1f} %)"
-    text += f"; {_seeds(a, b)}"
+    text += f"; {_seeds(a)}"
     verdict = compare(a, b, lower_is_better=lower)
     if verdict == NOT_JUDGED and not math.isnan(difference):
         text += _against_the_pair(rows, name, difference / metric.unit)
@@ -107,9 +108,8 @@ def _against_the_pair(rows: Sequence[Record], name: str, difference: float) -> s
     return f", {words} than the spread over seeds of the main pair ({metric.unit * yardstick:,.{metric.digits}f})"
 
 
-def _seeds(a: Spread, b: Spread) -> str:
-    count = min(a.n, b.n)
-    return "1 seed: no verdict" if count == 1 else f"{count} seeds"
+def _seeds(found: Spread) -> str:
+    return "1 seed: no verdict" if found.n == 1 else f"{found.n} seeds"
 
 
 def text_summary(rows: Sequence[Record]) -> str:

@@ -41,7 +41,7 @@ class LanguageModels(Experiment[LmConfig]):
         return list(found.values())
 
     def at(self, output: Path) -> LanguageModels:
-        return LanguageModels(replace(self.config, scratch=str(output / IN_PROGRESS)))
+        return LanguageModels(replace(self.config, scratch=str((output / IN_PROGRESS).resolve())))
 
     def prepare(self) -> None:
         corpora.load(self.config.corpus, self.config.folder)

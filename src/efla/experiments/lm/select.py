@@ -70,9 +70,15 @@ def value(row: Record, metric: Metric) -> float | None:
     return math.nan if row["failed"] else number(row[metric.group][metric.key])
 
 
-def over_seeds(rows: Sequence[Record], arm: str, name: str, rate: float | None = None) -> Spread:
-    """A metric of an arm over its seeds."""
-    values = [value(row, METRICS[name]) for row in chosen(rows, arm, rate)]
+def over_seeds(
+    rows: Sequence[Record], arm: str, name: str, rate: float | None = None, *, shared_with: str | None = None
+) -> Spread:
+    """A metric of an arm over its seeds, or over those of them that another arm has too."""
+    mine = chosen(rows, arm, rate)
+    if shared_with is not None:
+        theirs = {row["seed"] for row in chosen(rows, shared_with, rate)}
+        mine = [row for row in mine if row["seed"] in theirs]
+    values = [value(row, METRICS[name]) for row in mine]
     return spread(v for v in values if v is not None)
 
 
