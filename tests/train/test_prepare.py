@@ -115,7 +115,7 @@ def test_folders_are_read_in_the_order_of_their_paths(tmp_path):
         ("a.jsonl", b'{"body": "x"}\n', r"no text under 'text' \(found: body\); name it with --column"),
         ("a.txt", b"\xff\xfe", r"a\.txt is not UTF-8 \(byte 0\)"),
         ("a.jsonl.gz", gzip.compress(LINES)[:-12], "is damaged"),
-        ("a.jsonl.gz", gzip.compress(LINES)[:12] + b"\xff" * 20, "is damaged"),
+        ("a.jsonl.gz", gzip.compress(LINES, mtime=0)[:12] + b"\xff" * 20, "is damaged"),
         ("a.jsonl.xz", b"nonsense", "is damaged"),
     ],
 )
