@@ -22,7 +22,7 @@ class Throughput:
     """Training tokens per second of every arm over lengths and batches; nothing else should run meanwhile."""
 
     profile: Profile = "quick"
-    """quick: a minute; full: a quarter of an hour. On a GPU both time the paper's 340M models."""
+    """quick: a minute; full: some ten minutes. On a GPU both time the paper's 340M models."""
     size: Size | None = None
     """Size of the models instead of the profile's: quick, full (over bytes), 340m or 1.3b (the paper's)."""
     arms: tuple[str, ...] = ARMS
