@@ -297,21 +297,11 @@ size_t backward_scratch(const Problem& p, const Plan& plan) {
 }
 
 void backward(const Problem& p, const Plan& plan, const Task& task, void* scratch, unsigned* status) {
-  switch (p.dtype) {
-    case Dtype::float32: return backward_task<float>(p, plan, task, scratch, status);
-    case Dtype::bfloat16: return backward_task<Bfloat16>(p, plan, task, scratch, status);
-    case Dtype::float16: return backward_task<Float16>(p, plan, task, scratch, status);
-    case Dtype::float64: return backward_task<double>(p, plan, task, scratch, status);
-  }
+  with_elements(p.dtype, [&]<class E>(E) { backward_task<E>(p, plan, task, scratch, status); });
 }
 
 void reduce(const Problem& p, const Plan& plan, int64_t begin, int64_t end) {
-  switch (p.dtype) {
-    case Dtype::float32: return reduce_rows<float>(p, plan, begin, end);
-    case Dtype::bfloat16: return reduce_rows<Bfloat16>(p, plan, begin, end);
-    case Dtype::float16: return reduce_rows<Float16>(p, plan, begin, end);
-    case Dtype::float64: return reduce_rows<double>(p, plan, begin, end);
-  }
+  with_elements(p.dtype, [&]<class E>(E) { reduce_rows<E>(p, plan, begin, end); });
 }
 
 }  // namespace efla::EFLA_ISA

@@ -18,6 +18,16 @@ template <class E> struct ComputeOf { using type = float; };
 template <> struct ComputeOf<double> { using type = double; };
 template <class E> using Compute = typename ComputeOf<E>::type;
 
+// Calls body with a value of the type that dtype names; only the type of the value matters.
+template <class Body> EFLA_INLINE void with_elements(Dtype dtype, Body body) {
+  switch (dtype) {
+    case Dtype::float32: return body(float{});
+    case Dtype::bfloat16: return body(Bfloat16{});
+    case Dtype::float16: return body(Float16{});
+    case Dtype::float64: return body(double{});
+  }
+}
+
 typedef uint16_t HalfBits __attribute__((vector_size(EFLA_VECTOR_BYTES / 2)));
 typedef uint32_t WordBits __attribute__((vector_size(EFLA_VECTOR_BYTES)));
 

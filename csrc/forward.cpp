@@ -158,21 +158,11 @@ size_t forward_scratch(const Problem& p, const Plan& plan) {
 }
 
 void forward(const Problem& p, const Plan& plan, const Task& task, void* scratch, unsigned* status) {
-  switch (p.dtype) {
-    case Dtype::float32: return forward_task<float>(p, plan, task, scratch, status);
-    case Dtype::bfloat16: return forward_task<Bfloat16>(p, plan, task, scratch, status);
-    case Dtype::float16: return forward_task<Float16>(p, plan, task, scratch, status);
-    case Dtype::float64: return forward_task<double>(p, plan, task, scratch, status);
-  }
+  with_elements(p.dtype, [&]<class E>(E) { forward_task<E>(p, plan, task, scratch, status); });
 }
 
 void decode(const Problem& p, const Plan& plan, const Task& task, unsigned* status) {
-  switch (p.dtype) {
-    case Dtype::float32: return decode_task<float>(p, plan, task, status);
-    case Dtype::bfloat16: return decode_task<Bfloat16>(p, plan, task, status);
-    case Dtype::float16: return decode_task<Float16>(p, plan, task, status);
-    case Dtype::float64: return decode_task<double>(p, plan, task, status);
-  }
+  with_elements(p.dtype, [&]<class E>(E) { decode_task<E>(p, plan, task, status); });
 }
 
 }  // namespace efla::EFLA_ISA

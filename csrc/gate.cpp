@@ -31,21 +31,11 @@ template <class E> void backward_elements(const GateProblem& p, int64_t begin, i
 }  // namespace
 
 void gate_forward(const GateProblem& p, int64_t begin, int64_t end) {
-  switch (p.dtype) {
-    case Dtype::float32: return forward_elements<float>(p, begin, end);
-    case Dtype::bfloat16: return forward_elements<Bfloat16>(p, begin, end);
-    case Dtype::float16: return forward_elements<Float16>(p, begin, end);
-    case Dtype::float64: return forward_elements<double>(p, begin, end);
-  }
+  with_elements(p.dtype, [&]<class E>(E) { forward_elements<E>(p, begin, end); });
 }
 
 void gate_backward(const GateProblem& p, int64_t begin, int64_t end) {
-  switch (p.dtype) {
-    case Dtype::float32: return backward_elements<float>(p, begin, end);
-    case Dtype::bfloat16: return backward_elements<Bfloat16>(p, begin, end);
-    case Dtype::float16: return backward_elements<Float16>(p, begin, end);
-    case Dtype::float64: return backward_elements<double>(p, begin, end);
-  }
+  with_elements(p.dtype, [&]<class E>(E) { backward_elements<E>(p, begin, end); });
 }
 
 }  // namespace efla::EFLA_ISA

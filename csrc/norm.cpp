@@ -91,21 +91,11 @@ template <class E> void backward_group(const NormProblem& p, int64_t group) {
 }  // namespace
 
 void norm_forward(const NormProblem& p, int64_t begin, int64_t end) {
-  switch (p.dtype) {
-    case Dtype::float32: return forward_rows<float>(p, begin, end);
-    case Dtype::bfloat16: return forward_rows<Bfloat16>(p, begin, end);
-    case Dtype::float16: return forward_rows<Float16>(p, begin, end);
-    case Dtype::float64: return forward_rows<double>(p, begin, end);
-  }
+  with_elements(p.dtype, [&]<class E>(E) { forward_rows<E>(p, begin, end); });
 }
 
 void norm_backward(const NormProblem& p, int64_t group) {
-  switch (p.dtype) {
-    case Dtype::float32: return backward_group<float>(p, group);
-    case Dtype::bfloat16: return backward_group<Bfloat16>(p, group);
-    case Dtype::float16: return backward_group<Float16>(p, group);
-    case Dtype::float64: return backward_group<double>(p, group);
-  }
+  with_elements(p.dtype, [&]<class E>(E) { backward_group<E>(p, group); });
 }
 
 }  // namespace efla::EFLA_ISA

@@ -160,21 +160,11 @@ template <class E> void backward_group(const ConvProblem& p, int64_t group) {
 }  // namespace
 
 void conv_forward(const ConvProblem& p, int64_t item) {
-  switch (p.dtype) {
-    case Dtype::float32: return forward_item<float>(p, item);
-    case Dtype::bfloat16: return forward_item<Bfloat16>(p, item);
-    case Dtype::float16: return forward_item<Float16>(p, item);
-    case Dtype::float64: return forward_item<double>(p, item);
-  }
+  with_elements(p.dtype, [&]<class E>(E) { forward_item<E>(p, item); });
 }
 
 void conv_backward(const ConvProblem& p, int64_t group) {
-  switch (p.dtype) {
-    case Dtype::float32: return backward_group<float>(p, group);
-    case Dtype::bfloat16: return backward_group<Bfloat16>(p, group);
-    case Dtype::float16: return backward_group<Float16>(p, group);
-    case Dtype::float64: return backward_group<double>(p, group);
-  }
+  with_elements(p.dtype, [&]<class E>(E) { backward_group<E>(p, group); });
 }
 
 }  // namespace efla::EFLA_ISA
