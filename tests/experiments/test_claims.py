@@ -55,6 +55,8 @@ def test_the_spread_is_the_standard_deviation_over_seeds() -> None:
     assert spread([1.0]).text() == "1.0"
     assert spread([0.5, 0.7]).text(100) == "60.0 ± 14.1"
     assert spread([1.0, math.nan]).text() == "not finite"
+    assert spread([0.5, 0.7]).percent() == "60.0 ± 14.1 %"
+    assert spread([math.nan]).percent() == "not finite"
 
 
 def test_the_mean_over_levels_is_a_trapezoid_on_the_index() -> None:

@@ -69,7 +69,7 @@ def _point(score: Spread) -> Point | None:
     if score.n == 0 or math.isnan(score.mean):
         return None
     mean, std = 100 * score.mean, 100 * score.std if score.n > 1 else 0.0
-    return Point(0.0, mean, mean - std, mean + std, f"{score.text(100)} %")
+    return Point(0.0, mean, mean - std, mean + std, score.percent())
 
 
 def _curves(rows: Sequence[Record], task: str, arms: Sequence[str]) -> Chart:

@@ -25,6 +25,11 @@ class Spread(NamedTuple):
         spread = "" if self.n < 2 else f" ± {self.std * unit:.{digits}f}"
         return f"{self.mean * unit:.{digits}f}{spread}"
 
+    def percent(self, digits: int = 1) -> str:
+        """A share as ``81.2 ± 0.4 %``; without a number the text alone."""
+        text = self.text(100, digits)
+        return text if math.isnan(self.mean) else f"{text} %"
+
 
 def spread(values: Iterable[float]) -> Spread:
     """Mean and standard deviation of the values; a non-finite one makes the mean not-a-number, it is not left out."""

@@ -46,7 +46,7 @@ def _at_the_smallest_rate(rows: Sequence[Record], block: str, other: str, pair: 
     ours, theirs = (select.run_spread(rows, at, arm, "clean_accuracy") for arm in ("exact-flow", other))
     our_loss, their_loss = (select.run_spread(rows, at, arm, "final_loss") for arm in ("exact-flow", other))
     numbers = (
-        f"accuracy {ours.text(100)} % against {theirs.text(100)} %; "
+        f"accuracy {ours.percent()} against {theirs.percent()}; "
         f"final training loss {our_loss.text(1, 3)} against {their_loss.text(1, 3)}; {_seeds(ours, theirs)}"
     )
     sentence = "At rate 1e-4 both have a high training loss, yet EFLA is clearly more accurate"
@@ -67,7 +67,7 @@ def _as_the_rate_grows(rows: Sequence[Record], block: str, other: str, pair: str
             smallest_n = min(smallest_n, ours.n, theirs.n)
         (a, b), (c, d) = values["final_loss"], values["clean_accuracy"]
         numbers.append(
-            f"{rate:g}: loss {a.text(1, 3)} against {b.text(1, 3)}, accuracy {c.text(100)} % against {d.text(100)} %"
+            f"{rate:g}: loss {a.text(1, 3)} against {b.text(1, 3)}, accuracy {c.percent()} against {d.percent()}"
         )
     verdicts = {verdict for _, verdict in each}
     verdict = NOT_JUDGED if NOT_JUDGED in verdicts else verdicts.pop() if len(verdicts) == 1 else NOT_SEEN
@@ -97,7 +97,7 @@ def _at_the_largest_rate(rows: Sequence[Record], block: str, other: str, pair: s
     else:
         verdict = NOT_SEEN
     numbers = "; ".join(
-        f"{arm}: {curve[_LARGE].text(100)} % at 3e-3, {curve[_LARGEST].text(100)} % at 1e-2, best at {best[arm]:g}"
+        f"{arm}: {curve[_LARGE].percent()} at 3e-3, {curve[_LARGEST].percent()} at 1e-2, best at {best[arm]:g}"
         for arm, curve in curves.items()
     )
     sentence = "From 3e-3 to 1e-2 the delta rule stops improving while EFLA reaches its best"

@@ -71,7 +71,7 @@ def _all_claim(each: dict[str, Claim], other: str) -> Claim:
 def _task_claim(rows: Sequence[Record], task: str, other: str) -> Claim:
     seeds = _common_seeds(rows, [task], other)
     ours, theirs = (spread(_score(rows, task, arm, seed) for seed in seeds) for arm in ("exact-flow", other))
-    numbers = f"{ours.text(100)} % against {theirs.text(100)} %{_by(ours, theirs)}, {_seeds(ours)}"
+    numbers = f"{ours.percent()} against {theirs.percent()}{_by(ours, theirs)}, {_seeds(ours)}"
     names = select.judged_settings(rows, task)
     where = names[0] if len(names) == 1 else f"mean of {len(names)} settings"
     return Claim("a", _EACH, f"{task}, {where}: {PAIRS[other]}", compare(ours, theirs), numbers, effect(ours, theirs))
@@ -84,7 +84,7 @@ def _mean_claim(rows: Sequence[Record], other: str) -> Claim:
         spread(sum(_score(rows, task, arm, seed) for task in TASK_ORDER) / len(TASK_ORDER) for seed in seeds)
         for arm in ("exact-flow", other)
     )
-    numbers = f"{ours.text(100, 2)} % against {theirs.text(100, 2)} %{_by(ours, theirs, 2)}, {_seeds(ours)}; "
+    numbers = f"{ours.percent(2)} against {theirs.percent(2)}{_by(ours, theirs, 2)}, {_seeds(ours)}; "
     numbers += f"the paper's {PAPER['EFLA']} against {PAPER['DeltaNet']}"
     numbers += " are over all settings" if follows_the_reference(rows) else " are of other settings and another budget"
     return Claim("b", _MEAN, f"sign only: {PAIRS[other]}", compare(ours, theirs), numbers, effect(ours, theirs))
@@ -107,7 +107,7 @@ def _most_claim(rows: Sequence[Record], other: str) -> Claim:
     else:
         verdict = SEEN if lead.mean > lead.std else REVERSED if lag.mean > lag.std else NOT_SEEN
     means = {task: spread(gain[task] for gain in gains) for task in TASK_ORDER}
-    order = sorted(TASK_ORDER, key=lambda task: -means[task].mean)
+    order = sorted(TASK_ORDER, key=lambda task: (math.isnan(means[task].mean), -means[task].mean))
     numbers = "gain in points: " + ", ".join(f"{task} {means[task].text(100)}" for task in order)
     return Claim("c", _MOST, PAIRS[other], verdict, f"{numbers}; {_plural(len(gains), 'seed')}")
 

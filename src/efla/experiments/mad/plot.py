@@ -53,23 +53,27 @@ def _finish(plt: Any, figure: Any, axes: Any, tasks: Sequence[str], folder: Path
 
 
 def _bars(axis: Any, rows: Sequence[Record], task: str, arms: Sequence[str]) -> None:
-    """A group of bars per setting, an arm's bar in its colour, ± one standard deviation where there are seeds."""
+    """A group of bars per setting, an arm's bar in its colour, ± one standard deviation where there are seeds; no
+    finite run: words in its place."""
     settings = select.settings_of(rows, task)
     width = 0.8 / max(1, len(arms))
     for i, arm in enumerate(arms):
         line = ARMS[arm]
         for j, setting in enumerate(settings):
             score = select.setting_spread(rows, task, setting, arm)
-            if score.n == 0 or math.isnan(score.mean):
+            if score.n == 0:
                 continue
             at = j + (i - (len(arms) - 1) / 2) * width
+            if math.isnan(score.mean):
+                axis.text(at, 2, score.text(), color=line.color, rotation=90, ha="center", va="bottom", fontsize=8)
+                continue
             error = 100 * score.std if score.n > 1 else None
             axis.bar(at, 100 * score.mean, 0.92 * width, color=line.color, label=line.label, yerr=error, ecolor="#222222",
                      error_kw={"linewidth": 1.0}, capsize=2.5)  # fmt: skip
             if len(settings) * len(arms) <= 8:
                 axis.text(at, 100 * score.mean + 2.5 + (error or 0), f"{100 * score.mean:.1f}", ha="center", fontsize=7)
     axis.set_xticks(range(len(settings)), settings, rotation=0 if len(settings) < 4 else 60)
-    axis.set(ylim=(0, 112), title=TITLES[task], ylabel="accuracy, %")
+    axis.set(xlim=(-0.5, len(settings) - 0.5), ylim=(0, 112), title=TITLES[task], ylabel="accuracy, %")
     axis.set_yticks(range(0, 101, 25))
     axis.grid(axis="x", visible=False)
 

@@ -55,7 +55,7 @@ def _claim(rows: Sequence[Record], setting: Setting, kind: str, letter: str, sen
     largest = 100 * max(ours.std, theirs.std)
     by = f"{difference:+.1f}" if verdict == NOT_JUDGED else f"{difference:+.1f} ± {largest:.1f}"
     numbers = (
-        f"mean accuracy over levels {ours.text(100)} % against {theirs.text(100)} %: {by} points, "
+        f"mean accuracy over levels {ours.percent()} against {theirs.percent()}: {by} points, "
         f"{min(ours.n, theirs.n)} seed{'s' if min(ours.n, theirs.n) > 1 else ''}; "
     )
     if verdict == NOT_JUDGED:
