@@ -7,8 +7,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from efla import cli
+from efla import cli, rowwise
 from efla.bench import mad
+from efla.bench.kernels import BACKENDS, PLAIN, contenders
 from efla.experiments.mad.config import profile
 from efla.experiments.mad.speed import stepper
 from efla.scans.backends import native
@@ -16,11 +17,11 @@ from efla.scans.backends import native
 pytestmark = pytest.mark.skipif(native.unavailable() is not None, reason=f"backend 'native' {native.unavailable()}")
 
 
-def test_every_suite_times_both_backends(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_suite_times_every_contender(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mad, "BATCH", 2)
     monkeypatch.setattr(mad, "TASKS", ("compression", "memorization"))
     groups = [group for suite in mad.SUITES.values() for group in suite(1, 1)]
-    assert [[m.contender for m in group] for group in groups] == [["native", "chunked", "sgemm"]] * 2 + [
+    assert [[m.contender for m in group] for group in groups] == [["native", "chunked", PLAIN, "sgemm"]] * 2 + [
         ["native", "chunked"]
     ]
     assert all(m.median > 0 for group in groups for m in group)
@@ -39,10 +40,17 @@ def test_the_command_knows_the_benchmark(capsys: pytest.CaptureFixture[str]) -> 
 
 def test_a_timed_step_is_a_training_step_and_the_backends_agree_on_it() -> None:
     torch.use_deterministic_algorithms(False)
-    losses = []
-    for backend in mad.BACKENDS:
-        config = replace(profile("quick"), backend=backend)
-        step = stepper(config, config.setting("in-context-recall", "short"), "exact-flow", 4)
-        losses.append([step() for _ in range(4)])
-    assert losses[0][-1] < losses[0][0]
-    assert losses[0] == pytest.approx(losses[1], rel=1e-4)
+    config = profile("quick")
+    setting = config.setting("in-context-recall", "short")
+    steps = {name: stepper(replace(config, backend=b), setting, "exact-flow", 4) for name, b in BACKENDS.items()}
+    losses = {step.name: [step.call() for _ in range(4)] for step in contenders(steps)}
+    assert losses["native"][-1] < losses["native"][0]
+    assert losses["native"] == pytest.approx(losses["chunked"], rel=1e-4)
+    assert losses["native"] == pytest.approx(losses[PLAIN], rel=1e-4)
+
+
+def test_only_the_plain_contender_runs_without_the_compiled_kernels() -> None:
+    x = torch.randn(128, 128)
+    calls = {name: (lambda: rowwise.l2_norm(x, 1e-6)) for name in BACKENDS}
+    compiled = {contender.name: contender.call() is not None for contender in contenders(calls)}
+    assert compiled == {"native": True, "chunked": True, PLAIN: False}

@@ -9,13 +9,13 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 import efla
+from efla.bench.kernels import BACKENDS, contenders
 from efla.bench.timing import Contender, Measurement, compare
 from efla.experiments.mad.config import profile
 from efla.experiments.mad.speed import stepper
 
 BATCH = 32
 SGEMM_SIZE = 1024
-BACKENDS = ("native", "chunked")
 TASKS = ("in-context-recall", "selective-copying", "compression", "memorization")
 
 
@@ -28,22 +28,21 @@ def step(threads: int, rounds: int) -> Iterator[list[Measurement]]:
     square = torch.randn(SGEMM_SIZE, SGEMM_SIZE)
     for task in TASKS:
         setting = config.setting(task, "baseline")
-        contenders = [
-            Contender(backend, stepper(replace(config, backend=backend), setting, "exact-flow", BATCH))
-            for backend in BACKENDS
-        ]
-        flops = _matrix_flops(contenders[0].call)
-        contenders.append(Contender("sgemm", lambda: square @ square))
+        steps = {
+            name: stepper(replace(config, backend=backend), setting, "exact-flow", BATCH)
+            for name, backend in BACKENDS.items()
+        }
+        flops = _matrix_flops(steps["native"])
         work = f"MAD training step, {task}, d{config.width} L{setting.seq_len} B{BATCH}, exact-flow"
         measured = compare(
             work,
-            contenders,
+            [*contenders(steps), Contender("sgemm", lambda: square @ square)],
             threads=threads,
             rounds=rounds,
             useful_flops=flops,
             flops_of={"sgemm": 2.0 * SGEMM_SIZE**3},
         )
-        _, chunked, sgemm = measured
+        _, chunked, _, sgemm = measured
         least = flops / (2.0 * SGEMM_SIZE**3) * sgemm.median
         print(
             f"{task}: matrix products outside the scan take {1e3 * least:.0f} ms at sgemm's rate; "
@@ -54,9 +53,9 @@ def step(threads: int, rounds: int) -> Iterator[list[Measurement]]:
 
 def scan(threads: int, rounds: int) -> Iterator[list[Measurement]]:
     """The scan of one such layer alone, forward and backward."""
-    contenders = [Contender(backend, _scan_call(backend)) for backend in BACKENDS]
+    backends = [Contender(backend, _scan_call(backend)) for backend in ("native", "chunked")]
     yield compare(
-        f"its scan alone, forward and backward, B{BATCH} T127 H4 K32", contenders, threads=threads, rounds=rounds
+        f"its scan alone, forward and backward, B{BATCH} T127 H4 K32", backends, threads=threads, rounds=rounds
     )
 
 
