@@ -31,6 +31,10 @@ def test_the_bound_counts_a_step_s_matrix_products_and_not_its_scan() -> None:
     a, b = torch.randn(6, 5, requires_grad=True), torch.randn(5, 7, requires_grad=True)
     assert mad._matrix_flops(lambda: torch.autograd.grad((a @ b).sum(), (a, b))) == 3 * 2 * 6 * 5 * 7
     assert mad._matrix_flops(mad._scan_call("native")) == 0
+    config, batch = profile("full"), 2
+    step = stepper(config, config.setting("in-context-recall", "baseline"), "exact-flow", batch)
+    mixer, feed_forward, head = 4 * 128 * 128 + 4 * 128, 3 * 128 * 352, 16 * 128  # weights of the linear maps
+    assert mad._matrix_flops(step) == 3 * 2 * (batch * 127) * (2 * mixer + 2 * feed_forward + head)
 
 
 def test_the_command_knows_the_benchmark(capsys: pytest.CaptureFixture[str]) -> None:
