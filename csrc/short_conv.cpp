@@ -33,6 +33,12 @@ Piece piece_at(const ConvProblem& p, int64_t item) {
   return piece;
 }
 
+// d (z sigmoid(z)) / dz.
+template <class T> EFLA_INLINE Vec<T> silu_slope(Vec<T> z) {
+  const Vec<T> s = sigmoid<T>(z);
+  return s * (T(1) + z * (T(1) - s));
+}
+
 template <class E> struct Conv {
   using T = Compute<E>;
   const ConvProblem& p;
@@ -78,24 +84,71 @@ template <class E> void forward_item(const ConvProblem& p, int64_t item) {
   }
 }
 
-// dw_i += sum_t dz_t x_{t-W+1+i} and, in row W, the bias's sum_t dz_t, for one vector of columns; Width = 0: any.
-template <int Width, class E>
+// Adds the sums over a piece, dw_i and in row W the bias's, to one vector of columns.
+template <class T> EFLA_INLINE void add_sums(const Vec<T>* sum, int width, int64_t channels, int left, T* dweight) {
+  for (int i = 0; i <= width; ++i) {
+    T* to = dweight + i * channels;
+    store_some(to, load_some(to, left) + sum[i], left);
+  }
+}
+
+// dw_i += sum_t dz_t x_{t-W+1+i} and, in row W, the bias's sum_t dz_t, for one vector of columns.
+template <class E>
 EFLA_INLINE void weight_gradient(const Conv<E>& conv, int c, int left, const Compute<E>* dz, Compute<E>* dweight) {
   using T = Compute<E>;
-  const int W = Width ? Width : conv.p.width;
-  Vec<T> sum[Width ? Width + 1 : kMaxConvWidth + 1] = {}, window[Width ? Width : kMaxConvWidth];
+  const int W = conv.p.width;
+  Vec<T> sum[kMaxConvWidth + 1] = {}, window[kMaxConvWidth];
   for (int i = 1; i < W; ++i) window[i] = conv.input(conv.piece.begin - W + i, c, left);
   for (int64_t t = conv.piece.begin; t < conv.piece.end; ++t, dz += kConvColumns) {
     const Vec<T> g = load(dz);
-    EFLA_UNROLL for (int i = 0; i + 1 < W; ++i) window[i] = window[i + 1];
+    for (int i = 0; i + 1 < W; ++i) window[i] = window[i + 1];
     window[W - 1] = conv.input(t, c, left);
-    EFLA_UNROLL for (int i = 0; i < W; ++i) sum[i] += g * window[i];
+    for (int i = 0; i < W; ++i) sum[i] += g * window[i];
     sum[W] += g;
   }
-  for (int i = 0; i <= W; ++i) {
-    T* to = dweight + int64_t(i) * conv.p.channels + c;
-    store_some(to, load_some(to, left) + sum[i], left);
+  add_sums(sum, W, conv.p.channels, left, dweight + c);
+}
+
+// All gradients of a convolution of width 4 in one whole vector of columns: one walk down the tokens of a piece and the three
+// after it, with the last four inputs and gradients in registers.
+template <class E> void backward_vector(const Conv<E>& conv, int c, Compute<E>* dweight) {
+  using T = Compute<E>;
+  constexpr int W = 4;
+  const ConvProblem& p = conv.p;
+  const Piece& piece = conv.piece;
+  const Vec<T> bias = p.bias ? load(static_cast<const T*>(p.bias) + c) : Vec<T>{};
+  Vec<T> weight[W], x[W], dz[W] = {}, sum[W + 1] = {};
+  for (int i = 0; i < W; ++i) weight[i] = load(conv.weight(i) + c);
+  for (int i = 1; i < W; ++i) x[i] = conv.input(piece.begin - W + i, c, kLanes<T>);
+  const int64_t first = piece.begin == 0 && p.dpast ? 1 - W : piece.begin;  // the first piece answers for the past too
+  for (int64_t t = piece.begin; t < piece.end + W - 1; ++t) {
+    EFLA_UNROLL for (int i = 0; i + 1 < W; ++i) x[i] = x[i + 1], dz[i] = dz[i + 1];
+    dz[W - 1] = Vec<T>{};
+    if (t < piece.length) {
+      const E *row = conv.x(t) + c, *dy = static_cast<const E*>(p.dy) + conv.dense(t) + c;
+      __builtin_prefetch(row + kLanes<T>), __builtin_prefetch(dy + kLanes<T>);  // for the next vector of columns
+      x[W - 1] = load_elements(row), dz[W - 1] = load_elements(dy);
+      if (p.silu) {
+        Vec<T> z = bias;
+        EFLA_UNROLL for (int i = 0; i < W; ++i) z += weight[i] * x[i];
+        dz[W - 1] *= silu_slope<T>(z);
+      }
+    }
+    if (t < piece.end) {
+      EFLA_UNROLL for (int i = 0; i < W; ++i) sum[i] += dz[W - 1] * x[i];
+      sum[W] += dz[W - 1];
+    }
+    const int64_t done = t - W + 1;
+    if (done < first) continue;
+    Vec<T> dx{};
+    EFLA_UNROLL for (int i = 0; i < W; ++i) dx += weight[i] * dz[W - 1 - i];
+    if (done >= 0) {
+      store_elements(static_cast<E*>(p.dx) + conv.dense(done) + c, dx);
+    } else {
+      store(static_cast<T*>(p.dpast) + (piece.sequence * (W - 1) + W - 1 + done) * p.channels + c, dx);
+    }
   }
+  add_sums(sum, W, p.channels, kLanes<T>, dweight + c);
 }
 
 // Gradients of one piece in the columns [begin, end); dz has room for kConvTokens + W - 1 rows of kConvColumns.
@@ -111,20 +164,11 @@ template <class E> void backward_columns(const ConvProblem& p, const Piece& piec
     for (int c = begin; c < end; c += kLanes<T>) {
       const int left = end - c;
       Vec<T> g = load_some(dy + c, left);
-      if (p.silu) {
-        const Vec<T> z = conv.before_activation(t, c, left), s = sigmoid<T>(z);
-        g = g * s * (T(1) + z * (T(1) - s));
-      }
+      if (p.silu) g *= silu_slope<T>(conv.before_activation(t, c, left));
       store(to + c, g);
     }
   }
-  for (int c = begin; c < end; c += kLanes<T>) {
-    if (W == 4) {
-      weight_gradient<4, E>(conv, c, end - c, dz + (c - begin), dweight);
-    } else {
-      weight_gradient<0, E>(conv, c, end - c, dz + (c - begin), dweight);
-    }
-  }
+  for (int c = begin; c < end; c += kLanes<T>) weight_gradient(conv, c, end - c, dz + (c - begin), dweight);
   // The first piece answers for the past too.
   for (int64_t t = piece.begin ? piece.begin : p.dpast ? 1 - W : 0; t < piece.end; ++t) {
     for (int c = begin; c < end; c += kLanes<T>) {
@@ -152,7 +196,11 @@ template <class E> void backward_group(const ConvProblem& p, int64_t group) {
   for (int64_t i = 0; i < sums; ++i) dweight[i] = 0;
   for (int64_t item = items * group / p.groups; item < items * (group + 1) / p.groups; ++item) {
     const Piece piece = piece_at(p, item);
-    for (int c = 0; c < p.channels; c += kConvColumns)
+    int c = 0;
+    if (p.width == 4) {
+      for (; c + kLanes<T> <= p.channels; c += kLanes<T>) backward_vector(Conv<E>{p, piece}, c, dweight);
+    }
+    for (; c < p.channels; c += kConvColumns)
       backward_columns<E>(p, piece, c, p.channels - c < kConvColumns ? p.channels : c + kConvColumns, dz, dweight);
   }
 }
