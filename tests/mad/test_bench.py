@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 
 import pytest
 import torch
 
 from efla import cli, rowwise
-from efla.bench import mad
+from efla.bench import gate, mad
 from efla.bench.kernels import BACKENDS, PLAIN, contenders
 from efla.experiments.mad.config import profile
 from efla.experiments.mad.speed import stepper
@@ -40,6 +41,18 @@ def test_the_bound_counts_a_step_s_matrix_products_and_not_its_scan() -> None:
 def test_the_command_knows_the_benchmark(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["bench", "mad", "--suite", "steps"]) == 1
     assert "step" in capsys.readouterr().err
+
+
+def test_what_a_suite_remarks_is_kept_out_of_json(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(gate, "check_contenders", lambda: None)
+    monkeypatch.setattr(mad, "BATCH", 2)
+    monkeypatch.setattr(mad, "TASKS", ("compression",))
+    assert cli.main(["bench", "mad", "--suite", "step", "--rounds", "1", "--json"]) == 0
+    printed = capsys.readouterr()
+    assert len(json.loads(printed.out)["rows"]) == 4
+    assert "compression: matrix products outside the scan take" in printed.err
 
 
 def test_a_timed_step_is_a_training_step_and_the_backends_agree_on_it() -> None:

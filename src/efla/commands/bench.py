@@ -5,6 +5,8 @@ from __future__ import annotations
 import datetime
 import importlib
 import json as json_format
+import sys
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -62,11 +64,12 @@ def bench(
         check_contenders()
     console.print(f"[green]correctness gate passed[/]; {processor_name()}, {threads} threads, float32 unless said")
     measurements: list[Measurement] = []
-    for name in suite or suites:
-        for group in suites[name](threads, rounds):
-            measurements += group
-            if not json:
-                console.print(comparison_table(group))
+    with redirect_stdout(sys.stderr if json else sys.stdout):  # a suite's remarks are not JSON
+        for name in suite or suites:
+            for group in suites[name](threads, rounds):
+                measurements += group
+                if not json:
+                    console.print(comparison_table(group))
     record = {
         "machine": processor_name(),
         "facts": machine_facts(),
