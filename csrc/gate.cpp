@@ -23,7 +23,7 @@ template <class E> void backward_elements(const GateProblem& p, int64_t begin, i
     const int left = int(end - i < kLanes<T> ? end - i : kLanes<T>);
     const Vec<T> z = load_some(static_cast<const E*>(p.gate) + i, left), u = load_some(static_cast<const E*>(p.up) + i, left);
     const Vec<T> g = load_some(static_cast<const E*>(p.dy) + i, left), s = sigmoid<T>(z);
-    store_some(static_cast<E*>(p.dgate) + i, g * u * (s * (T(1) + z * (T(1) - s))), left);
+    store_some(static_cast<E*>(p.dgate) + i, g * u * silu_slope<T>(z, s), left);
     store_some(static_cast<E*>(p.dup) + i, g * (z * s), left);
   }
 }

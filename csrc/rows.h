@@ -57,7 +57,6 @@ struct GateProblem {
 };
 
 constexpr int kConvTokens = 64;
-constexpr int kConvColumns = 256;  // channels whose intermediate gradients are kept at once
 constexpr int kMaxConvWidth = 16;
 
 void run_norm_forward(const NormProblem& p, int threads);

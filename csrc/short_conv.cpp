@@ -33,12 +33,6 @@ Piece piece_at(const ConvProblem& p, int64_t item) {
   return piece;
 }
 
-// d (z sigmoid(z)) / dz.
-template <class T> EFLA_INLINE Vec<T> silu_slope(Vec<T> z) {
-  const Vec<T> s = sigmoid<T>(z);
-  return s * (T(1) + z * (T(1) - s));
-}
-
 template <class E> struct Conv {
   using T = Compute<E>;
   const ConvProblem& p;
@@ -84,42 +78,19 @@ template <class E> void forward_item(const ConvProblem& p, int64_t item) {
   }
 }
 
-// Adds the sums over a piece, dw_i and in row W the bias's, to one vector of columns.
-template <class T> EFLA_INLINE void add_sums(const Vec<T>* sum, int width, int64_t channels, int left, T* dweight) {
-  for (int i = 0; i <= width; ++i) {
-    T* to = dweight + i * channels;
-    store_some(to, load_some(to, left) + sum[i], left);
-  }
-}
-
-// dw_i += sum_t dz_t x_{t-W+1+i} and, in row W, the bias's sum_t dz_t, for one vector of columns.
-template <class E>
-EFLA_INLINE void weight_gradient(const Conv<E>& conv, int c, int left, const Compute<E>* dz, Compute<E>* dweight) {
+// All gradients in one vector of columns: one walk down the tokens of a piece and the W - 1 after it, with the last W inputs and
+// gradients in registers. Width = 0: any width, and the last columns too, which may not fill a vector.
+template <int Width, class E> void backward_vector(const Conv<E>& conv, int c, Compute<E>* dweight) {
   using T = Compute<E>;
-  const int W = conv.p.width;
-  Vec<T> sum[kMaxConvWidth + 1] = {}, window[kMaxConvWidth];
-  for (int i = 1; i < W; ++i) window[i] = conv.input(conv.piece.begin - W + i, c, left);
-  for (int64_t t = conv.piece.begin; t < conv.piece.end; ++t, dz += kConvColumns) {
-    const Vec<T> g = load(dz);
-    for (int i = 0; i + 1 < W; ++i) window[i] = window[i + 1];
-    window[W - 1] = conv.input(t, c, left);
-    for (int i = 0; i < W; ++i) sum[i] += g * window[i];
-    sum[W] += g;
-  }
-  add_sums(sum, W, conv.p.channels, left, dweight + c);
-}
-
-// All gradients of a convolution of width 4 in one whole vector of columns: one walk down the tokens of a piece and the three
-// after it, with the last four inputs and gradients in registers.
-template <class E> void backward_vector(const Conv<E>& conv, int c, Compute<E>* dweight) {
-  using T = Compute<E>;
-  constexpr int W = 4;
+  constexpr int room = Width ? Width : kMaxConvWidth;
   const ConvProblem& p = conv.p;
   const Piece& piece = conv.piece;
-  const Vec<T> bias = p.bias ? load(static_cast<const T*>(p.bias) + c) : Vec<T>{};
-  Vec<T> weight[W], x[W], dz[W] = {}, sum[W + 1] = {};
-  for (int i = 0; i < W; ++i) weight[i] = load(conv.weight(i) + c);
-  for (int i = 1; i < W; ++i) x[i] = conv.input(piece.begin - W + i, c, kLanes<T>);
+  const int W = Width ? Width : p.width, left = Width ? kLanes<T> : p.channels - c;
+  if (W > room) __builtin_unreachable();  // check_conv in rows.cpp
+  const Vec<T> bias = p.bias ? load_some(static_cast<const T*>(p.bias) + c, left) : Vec<T>{};
+  Vec<T> weight[room], x[room], dz[room] = {}, sum[room + 1] = {};
+  for (int i = 0; i < W; ++i) weight[i] = load_some(conv.weight(i) + c, left);
+  for (int i = 1; i < W; ++i) x[i] = conv.input(piece.begin - W + i, c, left);
   const int64_t first = piece.begin == 0 && p.dpast ? 1 - W : piece.begin;  // the first piece answers for the past too
   for (int64_t t = piece.begin; t < piece.end + W - 1; ++t) {
     EFLA_UNROLL for (int i = 0; i + 1 < W; ++i) x[i] = x[i + 1], dz[i] = dz[i + 1];
@@ -127,11 +98,11 @@ template <class E> void backward_vector(const Conv<E>& conv, int c, Compute<E>* 
     if (t < piece.length) {
       const E *row = conv.x(t) + c, *dy = static_cast<const E*>(p.dy) + conv.dense(t) + c;
       __builtin_prefetch(row + kLanes<T>), __builtin_prefetch(dy + kLanes<T>);  // for the next vector of columns
-      x[W - 1] = load_elements(row), dz[W - 1] = load_elements(dy);
+      x[W - 1] = load_some(row, left), dz[W - 1] = load_some(dy, left);
       if (p.silu) {
         Vec<T> z = bias;
         EFLA_UNROLL for (int i = 0; i < W; ++i) z += weight[i] * x[i];
-        dz[W - 1] *= silu_slope<T>(z);
+        dz[W - 1] *= silu_slope<T>(z, sigmoid<T>(z));
       }
     }
     if (t < piece.end) {
@@ -143,65 +114,30 @@ template <class E> void backward_vector(const Conv<E>& conv, int c, Compute<E>* 
     Vec<T> dx{};
     EFLA_UNROLL for (int i = 0; i < W; ++i) dx += weight[i] * dz[W - 1 - i];
     if (done >= 0) {
-      store_elements(static_cast<E*>(p.dx) + conv.dense(done) + c, dx);
+      store_some(static_cast<E*>(p.dx) + conv.dense(done) + c, dx, left);
     } else {
-      store(static_cast<T*>(p.dpast) + (piece.sequence * (W - 1) + W - 1 + done) * p.channels + c, dx);
+      store_some(static_cast<T*>(p.dpast) + (piece.sequence * (W - 1) + W - 1 + done) * p.channels + c, dx, left);
     }
   }
-  add_sums(sum, W, p.channels, kLanes<T>, dweight + c);
-}
-
-// Gradients of one piece in the columns [begin, end); dz has room for kConvTokens + W - 1 rows of kConvColumns.
-template <class E> void backward_columns(const ConvProblem& p, const Piece& piece, int begin, int end, Compute<E>* dz,
-                                         Compute<E>* dweight) {
-  using T = Compute<E>;
-  const Conv<E> conv{p, piece};
-  const int W = p.width;
-  const int64_t last = piece.end + W - 1 < piece.length ? piece.end + W - 1 : piece.length;  // rows of dz end here
-  for (int64_t t = piece.begin; t < last; ++t) {
-    const E* dy = static_cast<const E*>(p.dy) + conv.dense(t);
-    T* to = dz + (t - piece.begin) * kConvColumns - begin;
-    for (int c = begin; c < end; c += kLanes<T>) {
-      const int left = end - c;
-      Vec<T> g = load_some(dy + c, left);
-      if (p.silu) g *= silu_slope<T>(conv.before_activation(t, c, left));
-      store(to + c, g);
-    }
-  }
-  for (int c = begin; c < end; c += kLanes<T>) weight_gradient(conv, c, end - c, dz + (c - begin), dweight);
-  // The first piece answers for the past too.
-  for (int64_t t = piece.begin ? piece.begin : p.dpast ? 1 - W : 0; t < piece.end; ++t) {
-    for (int c = begin; c < end; c += kLanes<T>) {
-      const int left = end - c;
-      Vec<T> sum{};
-      for (int i = 0; i < W; ++i) {
-        const int64_t later = t + W - 1 - i;
-        if (later < 0 || later >= last) continue;
-        sum += load_some(conv.weight(i) + c, left) * load(dz + (later - piece.begin) * kConvColumns - begin + c);
-      }
-      if (t >= 0) {
-        store_some(static_cast<E*>(p.dx) + conv.dense(t) + c, sum, left);
-      } else {
-        store_some(static_cast<T*>(p.dpast) + (piece.sequence * (W - 1) + W - 1 + t) * p.channels + c, sum, left);
-      }
-    }
+  for (int i = 0; i <= W; ++i) {
+    T* to = dweight + int64_t(i) * p.channels + c;
+    store_some(to, load_some(to, left) + sum[i], left);
   }
 }
 
 template <class E> void backward_group(const ConvProblem& p, int64_t group) {
   using T = Compute<E>;
-  alignas(64) T dz[(kConvTokens + kMaxConvWidth - 1) * kConvColumns];
   const int64_t sums = int64_t(p.width + 1) * p.channels, items = p.item_offset[p.sequences];
   T* dweight = static_cast<T*>(p.dweight_parts) + group * sums;
   for (int64_t i = 0; i < sums; ++i) dweight[i] = 0;
   for (int64_t item = items * group / p.groups; item < items * (group + 1) / p.groups; ++item) {
     const Piece piece = piece_at(p, item);
+    const Conv<E> conv{p, piece};
     int c = 0;
     if (p.width == 4) {
-      for (; c + kLanes<T> <= p.channels; c += kLanes<T>) backward_vector(Conv<E>{p, piece}, c, dweight);
+      for (; c + kLanes<T> <= p.channels; c += kLanes<T>) backward_vector<4>(conv, c, dweight);
     }
-    for (; c < p.channels; c += kConvColumns)
-      backward_columns<E>(p, piece, c, p.channels - c < kConvColumns ? p.channels : c + kConvColumns, dz, dweight);
+    for (; c < p.channels; c += kLanes<T>) backward_vector<0>(conv, c, dweight);
   }
 }
 

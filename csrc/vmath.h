@@ -77,6 +77,9 @@ template <class T> EFLA_INLINE Vec<T> vexpm1(Vec<T> x) {
 
 template <class T> EFLA_INLINE Vec<T> sigmoid(Vec<T> z) { return T(1) / (vexp<T>(-z) + T(1)); }
 
+// d (z sigmoid(z)) / dz, with s = sigmoid(z).
+template <class T> EFLA_INLINE Vec<T> silu_slope(Vec<T> z, Vec<T> s) { return s * (T(1) + z * (T(1) - s)); }
+
 // For x >= 0. expm1 returns tiny arguments unchanged, so the quotient is exact there; x = 0 is the limit 1.
 template <class T> EFLA_INLINE Vec<T> phi1(Vec<T> x) {
   Vec<T> ratio = -vexpm1<T>(-x) / x;
