@@ -10,7 +10,6 @@ import torch
 from efla import EflaForCausalLM, presets
 from efla.train.optimizer import build_optimizer, parameter_groups
 from efla.train.schedule import WarmupCosine
-from efla.train.step import train_step
 
 PAPER = {"peak": 3e-4, "start": 3e-5, "final": 3e-5, "warmup_steps": 1024}
 
@@ -81,35 +80,3 @@ def test_a_state_present_from_the_start_changes_no_update():
             optimizer.step()
         results.append([p.detach().clone() for p in model.parameters()])
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
-
-
-def test_micro_batches_give_the_gradient_of_the_whole_batch():
-    """Uneven documents, memory reset at their borders: the mean is over all labels, however the rows are cut."""
-    rows = torch.randint(1, 256, (4, 24), generator=torch.Generator().manual_seed(3))
-    rows[0, 5] = rows[0, 9] = rows[3, 2] = 0
-    weights = []
-    for cut in (4, 2, 1):
-        torch.manual_seed(0)
-        model = EflaForCausalLM(presets.arm("exact-flow", hidden_size=32, num_heads=2, intermediate_size=32)).double()
-        optimizer = build_optimizer(model)
-        result = train_step(model, optimizer, rows.split(cut), rate=1e-2, border=0)
-        weights.append((result, [p.detach().clone() for p in model.parameters()]))
-    for result, parameters in weights[1:]:
-        assert result.loss == pytest.approx(weights[0][0].loss, rel=1e-12)
-        assert result.norm == pytest.approx(weights[0][0].norm, rel=1e-9)
-        for a, b in zip(parameters, weights[0][1], strict=True):
-            torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-8)
-
-
-def test_a_step_that_is_not_finite_changes_nothing():
-    torch.manual_seed(0)
-    model = EflaForCausalLM(presets.arm("exact-flow", hidden_size=32, num_heads=2, intermediate_size=32))
-    optimizer = build_optimizer(model)
-    with torch.no_grad():
-        model.model.norm.weight[0] = float("nan")
-    before = [p.detach().clone() for p in model.parameters()]
-    result = train_step(model, optimizer, [torch.ones(1, 8, dtype=torch.long)], rate=1e-2)
-    assert not result.applied
-    assert math.isnan(result.loss)
-    for a, b in zip(before, model.parameters(), strict=True):
-        torch.testing.assert_close(a, b.detach(), rtol=0, atol=0, equal_nan=True)
