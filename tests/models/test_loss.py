@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import nn
 from torch.nn import functional
 
 from efla.models.loss import next_token_loss
@@ -41,9 +42,12 @@ def test_bfloat16_logits_are_reduced_in_float32():
     torch.testing.assert_close(loss, functional.cross_entropy(logits, labels[:, 1:].flatten()))
 
 
-def test_the_largest_tensor_is_a_chunk_of_logits_forwards_and_backwards():
+HEADS = {"weight": torch.randn(5000, 16, requires_grad=True), "module": nn.Linear(16, 5000)}
+
+
+@pytest.mark.parametrize("head", HEADS.values(), ids=HEADS)
+def test_the_largest_tensor_is_a_chunk_of_logits_forwards_and_backwards(head):
     hidden = torch.randn(4, 256, 16, requires_grad=True)
-    weight = torch.randn(5000, 16, requires_grad=True)
     labels = torch.randint(0, 5000, (4, 256))
 
     class Largest(torch.utils._python_dispatch.TorchDispatchMode):
@@ -57,13 +61,13 @@ def test_the_largest_tensor_is_a_chunk_of_logits_forwards_and_backwards():
             return out
 
     with Largest():
-        next_token_loss(hidden, weight, labels, chunk_size=64).backward()
+        next_token_loss(hidden, head, labels, chunk_size=64).backward()
     assert Largest.size == 64 * 5000  # not 4 * 256 * 5000
 
 
-def test_no_logits_are_kept_for_the_backward_pass():
+@pytest.mark.parametrize("head", HEADS.values(), ids=HEADS)
+def test_no_logits_are_kept_for_the_backward_pass(head):
     hidden = torch.randn(4, 256, 16, requires_grad=True)
-    weight = torch.randn(5000, 16, requires_grad=True)
     labels = torch.randint(0, 5000, (4, 256))
     kept = {}
 
@@ -72,7 +76,7 @@ def test_no_logits_are_kept_for_the_backward_pass():
         return x
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
-        next_token_loss(hidden, weight, labels, chunk_size=64)
+        next_token_loss(hidden, head, labels, chunk_size=64)
     assert sum(x.numel() for x in kept.values()) < 64 * 5000
 
 

@@ -183,7 +183,9 @@ class EflaModel(EflaPreTrainedModel):
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("pass exactly one of input_ids and inputs_embeds")
         if inputs_embeds is None:
-            check_token_ids(cast(Tensor, input_ids), self.embed_tokens.num_embeddings)
+            # An adapter around the embedding (PEFT) need not say its size.
+            num_tokens = getattr(self.embed_tokens, "num_embeddings", self.config.vocab_size)
+            check_token_ids(cast(Tensor, input_ids), num_tokens)
             inputs_embeds = self.embed_tokens(input_ids)
         B, T = inputs_embeds.shape[:2]
         layer_types = cast(list[str], self.config.layer_types)
@@ -311,7 +313,7 @@ class EflaForCausalLM(EflaPreTrainedModel, GenerationMixin):
         if targets is not None:
             loss = next_token_loss(
                 hidden,
-                self.lm_head.weight,
+                self.lm_head,
                 targets,
                 chunk_size=self.config.loss_chunk_size,
                 num_items=num_items_in_batch,
