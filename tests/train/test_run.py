@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
 import json
 import math
 from pathlib import Path
@@ -114,6 +116,27 @@ def test_too_many_skipped_steps_stop_the_run(tmp_path, monkeypatch):
     monkeypatch.setattr("efla.train.step.row_loss", lambda *a, **k: row_loss(*a, **k) * float("nan"))
     with pytest.raises(RuntimeError, match=r"3 such steps \(--max-skipped 2\)"):
         loop.run(small(max_skipped=2, validate_every=0), tmp_path)
+
+
+def test_skipped_steps_are_counted_across_a_resume(tmp_path, monkeypatch):
+    """One bad step before the stop, one after: with --max-skipped 1 the second one ends the run."""
+    true_step, bad = loop.train_step, {2, 6}
+
+    def sometimes_skipped(*args, **options):
+        result = true_step(*args, **options)
+        return dataclasses.replace(result, applied=next(numbers) not in bad)
+
+    monkeypatch.setattr(loop, "train_step", sometimes_skipped)
+    numbers = itertools.count(1)
+    outcome = loop.run(small(max_skipped=1, stop_after=4), tmp_path)
+    assert (outcome.steps, outcome.skipped) == (4, 1)
+    numbers = itertools.count(5)
+    with pytest.raises(RuntimeError, match=r"step 6: .*2 such steps \(--max-skipped 1\)"):
+        loop.run(small(max_skipped=1), tmp_path)
+    bad.remove(6)
+    numbers = itertools.count(5)
+    outcome = loop.run(small(max_skipped=1), tmp_path)
+    assert (outcome.finished, outcome.skipped) == (True, 1)
 
 
 def test_bfloat16_and_gradient_checkpointing_train_alike(tmp_path):
