@@ -1,9 +1,14 @@
 """Exact Flow Linear Attention: linear-time attention whose memory update solves the delta rule's equation exactly."""
 
+# ruff: noqa: E402
 from __future__ import annotations
 
 import importlib
 from typing import TYPE_CHECKING, Any
+
+from efla.interruption import guard_start
+
+guard_start()  # first: what follows imports torch
 
 from efla import ops, rules
 from efla.errors import BackendUnavailable

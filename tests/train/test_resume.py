@@ -8,19 +8,25 @@ import random
 import signal
 import subprocess
 import sys
-import time
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import nullcontext
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from rich.console import Console
 
+from efla import interruption
+from efla.data.text import prepare
+from efla.data.text.shards import is_prepared
 from efla.train import checkpoint, loop
 from efla.train.checkpoint import Checkpoints, verify
 from efla.train.engine import Engine
-from efla.train.metrics import METRICS, read_metrics
+from efla.train.metrics import read_metrics
 
-from .small import assert_same, losses, numbers, small, tensors
+from ..processes import started, wait_for_line
+from .small import SIZES, assert_same, losses, numbers, small, tensors
 
 DRIVER = Path(__file__).with_name("kill_driver.py")
 
@@ -59,25 +65,119 @@ def test_stopped_and_continued_is_the_same_as_never_stopped(tmp_path):
     assert_same(tensors(tmp_path / "whole", 12), tensors(tmp_path / "parts", 12))
 
 
-@pytest.mark.parametrize(
-    ("number", "code"), [(signal.SIGTERM, 75), pytest.param(signal.SIGINT, 130, marks=pytest.mark.slow)]
-)
-def test_a_signal_saves_and_exits_with_its_code(number, code, tmp_path):
+def test_a_signal_saves_and_exits_with_its_code(tmp_path):
     command = [sys.executable, "-m", "efla", "train", "--output", str(tmp_path), "--save-every", "0"]
-    process = subprocess.Popen(
-        command, env={**os.environ, "OMP_NUM_THREADS": "1"}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    )
-    metrics = tmp_path / METRICS
-    deadline = time.monotonic() + 120
-    while time.monotonic() < deadline and (not metrics.exists() or metrics.read_bytes().count(b"\n") < 4):
-        time.sleep(0.05)
-    process.send_signal(number)
-    output, _ = process.communicate(timeout=120)
-    assert process.returncode == code, output
+    command += ["--validate-every", "2", "--validation-tokens", "500", "--set", *SIZES]
+    with started(command) as process:
+        wait_for_line(process, "step 2: validation loss")  # of 300
+        process.send_signal(signal.SIGTERM)
+        output, _ = process.communicate()
+    assert process.returncode == 75, output
     assert "the same command goes on from here" in output
     (saved,) = (tmp_path / "checkpoints").iterdir()
     assert json.loads((saved / "state.json").read_text())["step"] == len(losses(tmp_path))
-    assert read_metrics(tmp_path)[-1]["why"] == signal.Signals(number).name
+    assert read_metrics(tmp_path)[-1]["why"] == "SIGTERM"
+
+
+SIGNALS = pytest.mark.parametrize(
+    ("number", "code"),
+    [(signal.SIGTERM, 75), (signal.SIGUSR1, 75), (signal.SIGINT, 130)],
+    ids=["SIGTERM", "SIGUSR1", "SIGINT"],
+)
+
+
+# Python runs this at its start, before anything else: the process sends itself the signal when it imports a module.
+SIGNAL_AT_IMPORT = """
+import os, sys
+class Finder:
+    def find_spec(self, name, *ignored):
+        if name == os.environ["SIGNAL_AT"]:
+            os.kill(os.getpid(), int(os.environ["SIGNAL"]))
+sys.meta_path.insert(0, Finder())
+"""
+
+
+@pytest.mark.parametrize("module", ["torch", pytest.param("efla.train.loop", marks=pytest.mark.slow)])
+@SIGNALS
+def test_a_signal_before_the_run_exits_with_its_code_and_leaves_nothing(number, code, module, tmp_path):
+    (tmp_path / "sitecustomize.py").write_text(SIGNAL_AT_IMPORT)
+    environment = {"PYTHONPATH": str(tmp_path), "SIGNAL_AT": module, "SIGNAL": str(int(number))}
+    command = [sys.executable, "-m", "efla", "train", "--output", str(tmp_path / "run")]
+    with started(command, env=environment) as process:
+        output, _ = process.communicate()
+    assert process.returncode == code, output
+    assert output == f"efla train: stopped by {number.name} outside training; the same command starts it again\n"
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("owner", "function", "steps"),
+    [
+        (prepare._Writer, "write", 0),
+        (loop.Run, "_build_model", 0),
+        (Checkpoints, "load", 6),
+        (loop, "train_step", 1),
+    ],
+    ids=["preparing", "building", "resuming", "training"],
+)
+@SIGNALS
+def test_a_signal_at_any_moment_keeps_what_was_done_and_no_more(
+    number, code, owner, function, steps, tmp_path, monkeypatch, capsys
+):
+    (tmp_path / "a.txt").write_text("some text, " * 200)
+    config = small(data=str(tmp_path / "a.txt"))
+    loop.run(config, tmp_path / "whole")
+    if function == "load":
+        loop.run(small(data=config.data.data, stop_after=6), tmp_path / "run")
+    original = getattr(owner, function)
+
+    def signalled(*args, **kwargs):
+        signal.raise_signal(number)
+        return original(*args, **kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(owner, function, signalled)
+        outcome = loop.run(config, tmp_path / "run", console=Console())
+    assert (outcome.exit_code, outcome.steps, outcome.finished) == (code, steps, False)
+    assert f"stopped by {number.name}" in capsys.readouterr().out
+    kept = sorted(int(path.name.removeprefix("step-")) for path in (tmp_path / "run" / "checkpoints").glob("*"))
+    assert kept == {0: [], 1: [1], 6: [3, 6]}[steps]
+    assert is_prepared(tmp_path / "run" / "data") == (function != "write")
+    assert loop.run(config, tmp_path / "run").finished
+    assert numbers(tmp_path / "run") == numbers(tmp_path / "whole")
+    assert_same(tensors(tmp_path / "run", 12), tensors(tmp_path / "whole", 12))
+
+
+@pytest.mark.parametrize("is_signalled", [True, False])
+def test_workers_that_a_signal_ended_too_are_no_error(is_signalled, tmp_path, monkeypatch):
+    """A scheduler sends the signal to all processes; a worker that dies for another reason is an error."""
+
+    def die(*args, **kwargs):
+        if is_signalled:
+            signal.raise_signal(signal.SIGTERM)
+        raise BrokenProcessPool("a worker died")
+
+    (tmp_path / "a.txt").write_text("some text")
+    monkeypatch.setattr(loop, "prepared_folder", die)
+    expected = nullcontext() if is_signalled else pytest.raises(BrokenProcessPool)
+    with expected:
+        assert loop.run(small(data=str(tmp_path / "a.txt")), tmp_path / "run").exit_code == 75
+
+
+def test_only_the_command_itself_listens_from_its_start(monkeypatch):
+    """Not a program that imports efla, nor a worker process, which is given its parent's sys.argv."""
+
+    def listens(original, given):
+        monkeypatch.setattr(sys, "orig_argv", original)
+        monkeypatch.setattr(sys, "argv", given)
+        return interruption._is_command("train")
+
+    assert listens(["python", "-u", "-m", "efla", "train", "--steps", "1"], ["-m", "train", "--steps", "1"])
+    assert listens(["python", "/bin/efla", "train"], ["/bin/efla", "train"])
+    assert not listens(["python", "/bin/efla", "eval", "train"], ["/bin/efla", "eval", "train"])
+    assert not listens(["python", "mine.py", "train"], ["mine.py", "train"])
+    assert not listens(["python", "-c", "spawn_main(...)", "--multiprocessing-fork"], ["/bin/efla", "train"])
+    assert not listens(["python"], [""])
 
 
 def test_checkpoints_are_kept_by_policy(tmp_path):

@@ -19,7 +19,6 @@ from efla.data.text.prepare import PrepareConfig, prepare
 from efla.models.accounting import flops_per_token
 from efla.train import loop, recipes
 from efla.train.config import TrainConfig
-from efla.train.interruption import Interruption
 from efla.train.optimizer import build_optimizer
 from efla.train.step import num_labels, row_loss, train_step
 
@@ -208,7 +207,7 @@ def _loop_call(config: TrainConfig, folder: Path) -> Callable[[], object]:
     def call() -> object:
         run.config = replace(config, watch=replace(config.watch, stop_after=run.step + LOOP_STEPS))
         run.saved_at = run.step + LOOP_STEPS  # the loop alone: it ends without a checkpoint
-        return run.train(Interruption())
+        return run.train()
 
     return call
 

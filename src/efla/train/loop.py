@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import BrokenExecutor, Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,12 +16,12 @@ from torch import Tensor, nn
 from efla.data.text.sampling import RowSampler
 from efla.data.text.source import TextData, kind_of, open_data, prepared_folder
 from efla.data.text.tokenizers import TextTokenizer, load_tokenizer
+from efla.interruption import Interruption, Stopped
 from efla.train.checkpoint import Checkpoints
 from efla.train.config import TrainConfig
 from efla.train.display import Display
 from efla.train.engine import Engine
 from efla.train.export import export
-from efla.train.interruption import Interruption
 from efla.train.metrics import MetricsLog, rewind
 from efla.train.optimizer import build_optimizer
 from efla.train.output import OutputFolder, check_same
@@ -55,11 +55,17 @@ def run(config: TrainConfig, output: Path, *, console: Console | None = None) ->
         timeout_minutes=config.machine.timeout_minutes,
     )
     try:
-        with OutputFolder(output, config, writes=engine.is_main), Interruption() as asked:
+        with Interruption() as asked, OutputFolder(output, config, writes=engine.is_main):
             engine.barrier()
-            process = Run(config, output, engine, console if engine.is_main else None)
+            shown = console if engine.is_main else None
             try:
-                return process.train(asked)
+                process = Run(config, output, engine, shown, asked)
+            except Stopped:
+                if shown is not None:
+                    shown.print(_farewell(asked.name, 0), highlight=False)
+                return Outcome(0, None, 0, asked.exit_code)
+            try:
+                return process.train()
             finally:
                 process.close()
     finally:
@@ -69,8 +75,16 @@ def run(config: TrainConfig, output: Path, *, console: Console | None = None) ->
 class Run:
     """One process's part of a run, from its folder's newest checkpoint if there is one."""
 
-    def __init__(self, config: TrainConfig, output: Path, engine: Engine, console: Console | None) -> None:
+    def __init__(
+        self,
+        config: TrainConfig,
+        output: Path,
+        engine: Engine,
+        console: Console | None,
+        asked: Interruption | None = None,
+    ) -> None:
         self.config, self.output, self.engine, self.console = config, output, engine, console
+        self.asked = asked or Interruption()
         self.micro_rows = config.micro_rows(engine.data_world)
         self.data = self._open_data()
         self.tokenizer: TextTokenizer = load_tokenizer(self.data.tokenizer)
@@ -86,7 +100,7 @@ class Run:
         )
         self.step = 0
         self.skipped = 0
-        self.saved_at = -1
+        self.saved_at = 0  # the weights of step 0 are the seed's
         self.validation: Validation | None = None
         self._resume()
         self.metrics: MetricsLog | None = None
@@ -94,14 +108,14 @@ class Run:
             rewind(output, self.step)
             self.metrics = MetricsLog(output, tensorboard=config.watch.tensorboard)
 
-    def train(self, asked: Interruption) -> Outcome:
+    def train(self) -> Outcome:
         """Do the steps that are left; ends early when a signal asks for it."""
         schedule, steps = self.config.schedule(), self.config.optimizer.steps
         self._log("start", world=self.engine.world, strategy=self.engine.strategy, data=self.data.digest)
         with Display(self.console, steps, self.step, self.engine.device) as display, _Rows(self) as rows:
             self.display = display
             display.line(self._greeting())
-            stopped = self._is_enough()
+            stopped = self._is_enough() or self._is_asked()
             while self.step < steps and not stopped:
                 clock = time.perf_counter()
                 batch = rows.take(self.step)
@@ -115,7 +129,7 @@ class Run:
                     border=self.border,
                     precision=self.config.optimizer.precision,
                     engine=self.engine,
-                    stop=lambda: asked.signal is not None,
+                    stop=lambda: self.asked.signal is not None,
                 )
                 self.step += 1
                 self._after_step(result, rate, time.perf_counter() - clock)
@@ -124,12 +138,9 @@ class Run:
             self.checkpoints.wait()
             if stopped and self.step < steps:
                 self._save(wait=True)
-                name = (
-                    "--stop-after" if self._is_enough() else "a signal" if asked.signal is None else asked.signal.name
-                )
+                name, code = ("--stop-after", 0) if self._is_enough() else (self.asked.name, self.asked.exit_code)
                 self._log("end", why=name)
-                display.line(f"stopped by {name} at step {self.step:,}, saved; the same command goes on from here")
-                code = 0 if self._is_enough() else asked.exit_code
+                display.line(_farewell(name, self.step))
                 return Outcome(self.step, self.validation, self.skipped, code)
             export(self.model, self.tokenizer, self.output / MODEL, self.engine)
             self._log("end", why="finished")
@@ -246,15 +257,35 @@ class Run:
             if self.engine.is_main:
                 if self.console is not None:
                     self.console.print(f"preparing {options.data} into {folder}", highlight=False)
-                workers = 1 if options.tokenizer == "bytes" else os.cpu_count() or 1
-                prepared_folder(
-                    options.data, options.tokenizer, folder, max_tokens=self.config.total_tokens, workers=workers
-                )
-            self.engine.barrier()
+                self._prepare(folder)
+            if self._is_asked():
+                raise Stopped
         verify = options.verify_data and self.engine.is_main
         data = open_data(options.data, root=options.data_root, folder=folder, verify=verify)
         self.engine.barrier()
         return data
+
+    def _prepare(self, folder: Path) -> None:
+        """Tokenise the text into ``folder``, until a signal comes; another sitting goes on from there."""
+        options = self.config.data
+        workers = 1 if options.tokenizer == "bytes" else os.cpu_count() or 1
+
+        def heed(**progress: int) -> None:
+            if self.asked.signal is not None:
+                raise Stopped
+
+        try:
+            prepared_folder(
+                options.data,
+                options.tokenizer,
+                folder,
+                max_tokens=self.config.total_tokens,
+                watch=heed,
+                workers=workers,
+            )
+        except (Stopped, BrokenExecutor):  # the signal may have ended the workers too
+            if self.asked.signal is None:
+                raise
 
     def _build_model(self) -> nn.Module:
         """The same weights on every rank, from the seed; or those of a model folder."""
@@ -291,6 +322,10 @@ class Run:
         limit = self.config.watch.stop_after
         return limit is not None and self.step >= limit
 
+    def _is_asked(self) -> bool:
+        """Whether a signal came to any rank."""
+        return self.engine.sum([float(self.asked.signal is not None)])[0] > 0
+
     def _log(self, event: str, **values: Any) -> None:
         if self.metrics is not None:
             self.metrics.write(event, self.step, **values)
@@ -318,6 +353,11 @@ class _Rows:
 
     def _read(self, step: int) -> Tensor:
         return self.sampler.batch(step, self.engine.data_rank, self.engine.data_world)
+
+
+def _farewell(name: str, step: int) -> str:
+    where = f"at step {step:,}, saved" if step else "before the first step"
+    return f"stopped by {name} {where}; the same command goes on from here"
 
 
 def _due(step: int, every: int) -> bool:
