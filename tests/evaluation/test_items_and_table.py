@@ -68,6 +68,20 @@ def test_pairing_takes_out_what_both_models_share():
     assert unpaired > 0.02  # what the standard errors of the table alone would say
 
 
+@pytest.mark.parametrize("more", [1, -1], ids=["B is better", "A is better"])
+def test_the_p_value_counts_both_sides(more):
+    """Of 100 items on which the models differ, B is right on 60 (or 40): as the normal approximation has it."""
+    a, b = np.zeros(400), np.zeros(400)
+    a[:40], b[40:100] = 1, 1
+    found = paired_difference(*(accuracies(x) for x in ((a, b) if more > 0 else (b, a))))
+    assert found.value == pytest.approx(more * 0.05)
+    z = (20 - 0.5) / math.sqrt(400 * (0.25 - 0.05**2))  # sum and deviation of the differences, continuity corrected
+    two_sided = math.erfc(z / math.sqrt(2))
+    error = 2 * math.sqrt(0.5 * two_sided * (1 - 0.5 * two_sided) / 10_000)  # of 10,000 resamples
+    assert found.p_value == pytest.approx(two_sided, abs=4 * error)
+    assert not found.is_clear
+
+
 def test_equal_models_have_no_clear_difference_and_a_known_one_is_covered():
     generator = np.random.default_rng(1)
     a, b = generator.random(500) < 0.4, generator.random(500) < 0.4

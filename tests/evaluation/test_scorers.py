@@ -173,8 +173,54 @@ def test_shared_length_stops_before_the_first_scored_token():
         Request([1, 2], 2)
 
 
+CHOICES = ["abc", "ééééé", "abcdefg", "ab"]
+"""With the space before it, "ab" has the fewest bytes; per character "abcdefg" has: 8 / 7 against 4 / 3, 11 / 5 and 3 / 2."""
+
+
+def asking(task: str, choices: list[str], answer: int) -> dict[str, object]:
+    """A record of the task that offers the choices, as its data set has it."""
+    labelled = {"choices": {"text": choices, "label": list("ABCD")}, "answerKey": "ABCD"[answer]}
+    one, two, *_ = choices
+    return {
+        "piqa": {"goal": "Which?", "sol1": one, "sol2": two, "label": answer},
+        "hellaswag": {"activity_label": "A", "ctx_a": "B", "ctx_b": "c", "endings": choices, "label": str(answer)},
+        "winogrande": {"sentence": "See _ run.", "option1": one, "option2": two, "answer": str(answer + 1)},
+        "arc_easy": {"question": "Which?", **labelled},
+        "arc_challenge": {"question": "Which?", **labelled},
+        "boolq": {"passage": "Text.", "question": "is it", "label": answer},
+        "openbookqa": {"question_stem": "Which", **labelled},
+        "sciq": {
+            "support": "Text.",
+            "question": "Which?",
+            "correct_answer": choices[answer],
+            **{f"distractor{i + 1}": wrong for i, wrong in enumerate(choices[:answer] + choices[answer + 1 :])},
+        },
+    }[task]
+
+
+@pytest.mark.parametrize(
+    ("task", "choices", "shortest", "longest"),
+    [
+        ("piqa", ["ab", "abcd"], 0, 1),
+        ("hellaswag", CHOICES, 3, 2),
+        ("winogrande", ["ab", "abcd"], 0, 1),  # the text after the option is scored, which is the same: a tie
+        ("arc_easy", CHOICES, 3, 2),
+        ("arc_challenge", CHOICES, 3, 2),
+        ("boolq", ["no", "yes"], 0, 1),
+        ("openbookqa", CHOICES, 3, 2),
+        ("sciq", CHOICES, 3, 2),
+    ],
+)
+def test_acc_takes_the_likeliest_choice_and_acc_norm_the_likeliest_per_character(task, choices, shortest, longest):
+    """Of the uniform model: the choice of the fewest bytes, and the one with the fewest bytes per character."""
+    scorer = Scorer(UniformLM(), ByteTokenizer(), max_length=256)
+    for answer in range(len(choices)):
+        found = multiple_choice(scorer, task, [asking(task, choices, answer)])
+        assert (found.acc, found.acc_norm) == (float(answer == shortest), float(answer == longest)), choices[answer]
+
+
 def test_the_uniform_model_gives_the_closed_forms():
-    """Spec lm.md 7.5: LAMBADA perplexity exp(mean bytes of " word" ln 256), and acc picks the shortest choice."""
+    """Spec lm.md 7.5: LAMBADA perplexity exp(mean bytes of " word" ln 256), and so on."""
     scorer = Scorer(UniformLM(), ByteTokenizer(), max_length=256)
     passages = [{"text": "one two three"}, {"text": "a b café"}]
     found = lambada(scorer, passages)
@@ -182,14 +228,7 @@ def test_the_uniform_model_gives_the_closed_forms():
     assert found.bits_per_byte == pytest.approx(8.0)
     assert found.accuracy == 0.0
 
-    records = [
-        {"goal": "g", "sol1": "a longer one", "sol2": "short", "label": 1},
-        {"goal": "g", "sol1": "a longer one", "sol2": "short", "label": 0},
-    ]
-    chosen = multiple_choice(scorer, "piqa", records)
-    assert chosen.acc == 0.5
-    # Per character the space before it weighs less on the longer choice: 13/12 against 6/5.
-    assert chosen.acc_norm == 0.5
+    chosen = multiple_choice(scorer, "piqa", [asking("piqa", ["a longer one", "short"], 1)])
     assert chosen.scores[0][0].log_prob == pytest.approx(-13 * math.log(256), rel=1e-6)
 
     page = " = Title = \n \n Some words , here . \n"
