@@ -179,6 +179,26 @@ def test_share_and_values_of_the_noise_are_as_told(bit_exact: bool) -> None:
     assert chi_square(counts) < 37.7  # 15 degrees of freedom, 1e-3
 
 
+@MODES
+@pytest.mark.parametrize("noise", [0.0, 0.5], ids=["plain", "noisy"])
+@pytest.mark.filterwarnings("ignore:.*also occur in the training set")
+def test_the_probe_is_any_of_the_keys_shown_equally_often(bit_exact: bool, noise: float) -> None:
+    """Of 8 keys with 5 slots: which of the keys shown is asked for at the end, counted from the smallest."""
+    sizes = {"noise_vocab_size": 4, "vocab_size": 20} if noise else {"vocab_size": 16}
+    task = "noisy-in-context-recall" if noise else "in-context-recall"
+    data = data_of(task, 1500, bit_exact, seq_len=12, frac_noise=noise, **sizes)
+    ranks = {num_shown: torch.zeros(num_shown).double() for num_shown in range(1, 6)}
+    for inputs in (*data.train_inputs.tolist(), *data.test_inputs.tolist()):
+        *keys, probe = inputs[0::2]
+        shown = sorted({key for key in keys if key < 8})
+        ranks[len(shown)][shown.index(probe)] += 1
+    at_1e_3 = {2: 10.8, 3: 13.8, 4: 16.3, 5: 18.5}  # chi-square with one degree of freedom less
+    for num_shown, counts in ranks.items():
+        if counts.sum() >= 100 and num_shown > 1:
+            assert chi_square(counts) < at_1e_3[num_shown], (num_shown, counts)
+    assert sum(counts.sum() >= 100 for counts in ranks.values()) >= 3
+
+
 def chi_square(counts: torch.Tensor) -> float:
     expected = counts.sum() / len(counts)
     return float(((counts - expected) ** 2 / expected).sum())
