@@ -1,4 +1,4 @@
-"""What runs in each rank: ``rank_checks.py CHECK RESULT_FILE ARGUMENTS``."""
+"""What runs in each rank: ``rank_checks.py CHECK MEETING_FILE RESULT_FILE ARGUMENTS``."""
 
 from __future__ import annotations
 
@@ -129,8 +129,10 @@ def train_hybrid(folder: str):
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    check, result_file, arguments = sys.argv[1:]
-    torch.distributed.init_process_group("gloo")  # once, for all runs of a check
+    check, meeting, result_file, arguments = sys.argv[1:]
+    # Once, for all runs of a check. Ranks meet in a file: a port that is free now may be taken a moment later.
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    torch.distributed.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=world)
     result = globals()[check](**json.loads(arguments))
     Path(result_file).write_text(json.dumps(result))
     torch.distributed.destroy_process_group()

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -17,6 +15,7 @@ from efla.train import loop
 from efla.train.engine import check_layout
 from efla.train.metrics import read_metrics
 
+from ..processes import children, started, wait_for_line
 from .ranks import run_ranks
 from .small import SIZES, losses, small
 
@@ -101,20 +100,11 @@ def test_torchrun_restarts_a_killed_rank_and_goes_on(tmp_path):
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--max-restarts", "1"]
     command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0"]
     command += ["-m", "efla", "train", "--output", str(tmp_path), "--steps", "60", "--save-every", "5"]
-    command += ["--validate-every", "0", "--strategy", "fsdp", "--device", "cpu", "--set", *SIZES]
-    process = subprocess.Popen(
-        command, env={**os.environ, "OMP_NUM_THREADS": "1"}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    )
-    checkpoint = tmp_path / "checkpoints" / "step-00000010"
-    deadline = time.monotonic() + 200
-    while time.monotonic() < deadline and not checkpoint.exists():
-        time.sleep(0.1)
-    children = subprocess.run(["pgrep", "-P", str(process.pid)], capture_output=True, text=True, check=True).stdout
-    os.kill(int(children.split()[-1]), signal.SIGKILL)
-    try:
-        output, _ = process.communicate(timeout=240)
-    finally:
-        process.kill()
+    command += ["--validate-every", "5", "--validation-tokens", "500", "--strategy", "fsdp", "--device", "cpu"]
+    with started([*command, "--set", *SIZES]) as process:
+        wait_for_line(process, "step 15: validation loss")  # and the checkpoint of step 10 is saved
+        os.kill(children(process.pid)[-1], signal.SIGKILL)
+        output, _ = process.communicate()
     assert process.returncode == 0, output[-3000:]
     rows = read_metrics(tmp_path)
     starts = [row["step"] for row in rows if row["event"] == "start"]
