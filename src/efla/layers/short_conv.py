@@ -13,7 +13,7 @@ from efla import rowwise
 from efla.errors import unknown_name
 from efla.layers.state import SequenceNeighbours
 
-# Below this many tokens the sum of W shifted products beats torch's convolution, whose set-up dominates.
+# Up to this many tokens the sum of W shifted products beats torch's convolution, whose set-up dominates.
 _FEW_TOKENS = 8
 
 
@@ -99,7 +99,7 @@ class ShortConvolution(nn.Module):
         length = window.shape[1] - self.kernel_size + 1
         weight = self.weight.to(window.dtype)
         bias = None if self.bias is None else self.bias.to(window.dtype)
-        if length > _FEW_TOKENS:
+        if not _is_known(length <= _FEW_TOKENS):
             return functional.conv1d(window.transpose(1, 2), weight, bias, groups=self.num_channels).transpose(1, 2)
         y = window[:, :length] * weight[:, 0, 0]
         for i in range(1, self.kernel_size):
@@ -145,6 +145,15 @@ def _reorder(x: Tensor, order: Tensor) -> Tensor:
     return x.gather(1, order[..., None].expand(-1, -1, x.shape[-1]))
 
 
+def _is_known(condition: bool) -> bool:
+    """Whether a condition on a length holds; false for a symbolic length, which must stay free in a traced graph."""
+    if not torch.compiler.is_compiling():
+        return condition
+    from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+    return statically_known_true(condition)
+
+
 def _is_left_padding(mask: Tensor) -> bool:
     """Whether every row's padding [B, T] stands before its real tokens, looked up where that makes no device wait."""
     if torch.compiler.is_compiling() or mask.device.type != "cpu":
@@ -160,6 +169,7 @@ def _last_inputs(past: Tensor, x: Tensor, mask: Tensor | None) -> Tensor:
     """
     width = past.shape[1]
     if mask is None:
-        return torch.cat([past, x[:, -width:]], dim=1)[:, -width:]
+        recent = x[:, -width:] if _is_known(x.shape[1] >= width) else x
+        return torch.cat([past, recent], dim=1)[:, -width:]
     index = mask.sum(dim=1, keepdim=True) + torch.arange(width, device=mask.device)  # counted from the start of past
     return _reorder(torch.cat([past, x], dim=1), index)
