@@ -3,6 +3,12 @@
     inputs = efla.testing.make_inputs("gated_efla", length=100, kind="mixed_norms")
     efla.testing.assert_matches_oracle(inputs, backend="my-backend")
 
+The oracle and the honest run cost a hundred times what a backend does. To compare several backends, compute them once:
+
+    expected = efla.testing.expect(inputs)
+    for backend in ("native", "chunked"):
+        efla.testing.assert_matches_oracle(expected, backend)
+
 An error budget is never a number picked to pass: it is twice the error that an honest token-by-token run makes in the
 same precision on the same inputs, plus one rounding band.
 """
@@ -24,10 +30,12 @@ from efla.scans.types import compute_dtype
 __all__ = [
     "KINDS",
     "Deviation",
+    "Expected",
     "ScanInputs",
     "assert_close",
     "assert_matches_oracle",
     "deviation",
+    "expect",
     "make_inputs",
     "oracle",
     "run",
@@ -64,6 +72,14 @@ class ScanInputs:
     initial_state: Tensor | None
     cu_seqlens: Tensor | None
     qk_l2norm: bool = False
+
+    def __str__(self) -> str:
+        """The rule and the shape of the call, for error messages."""
+        parts = [f"rule {self.rule!r}", f"k {list(self.k.shape)}", f"v {list(self.v.shape)}", str(self.k.dtype)]
+        if self.cu_seqlens is not None:
+            parts.append(f"cu_seqlens {self.cu_seqlens.tolist()}")
+        parts += ["initial_state"] * (self.initial_state is not None) + ["qk_l2norm"] * self.qk_l2norm
+        return ", ".join(parts)
 
     def tensors(self) -> dict[str, Tensor]:
         """The differentiable inputs by name."""
@@ -216,13 +232,49 @@ def oracle(inputs: ScanInputs, *, gradients: bool = True) -> dict[str, Tensor]:
     return run(inputs.double(), "reference", gradients=gradients)
 
 
+@dataclass(frozen=True)
+class Expected:
+    """What every backend is held to on some inputs: the oracle's results, and those of an honest run in their precision."""
+
+    inputs: ScanInputs
+    truth: Mapping[str, Tensor]
+    honest: Mapping[str, Tensor]
+
+
+def expect(inputs: ScanInputs, *, gradients: bool = True) -> Expected:
+    """Run the oracle and the honest reference once, for :func:`assert_matches_oracle` of any number of backends."""
+    return Expected(inputs, oracle(inputs, gradients=gradients), run(inputs, "reference", gradients=gradients))
+
+
 def assert_matches_oracle(
-    inputs: ScanInputs, backend: str, *, chunk_size: int = 64, gradients: bool = True, per_token: bool = False
+    inputs: ScanInputs | Expected,
+    backend: str,
+    *,
+    chunk_size: int = 64,
+    gradients: bool = True,
+    per_token: bool = False,
 ) -> None:
-    """Outputs, final state and all gradients of a backend are within the error budget of the float64 oracle."""
-    actual = run(inputs, backend, chunk_size=chunk_size, gradients=gradients)
-    honest = run(inputs, "reference", gradients=gradients)
-    assert_close(actual, oracle(inputs, gradients=gradients), honest, per_token=per_token)
+    """Outputs, final state and all gradients of a backend are within the error budget of the float64 oracle.
+
+    Outputs and final state are compared three times, since a backend may take another path without autograd: in a
+    differentiable call, under ``torch.no_grad`` and under ``torch.inference_mode``.
+    Given the result of :func:`expect`, nothing of the reference is computed again, and ``gradients`` is what it says there.
+    """
+    expected = inputs if isinstance(inputs, Expected) else expect(inputs, gradients=gradients)
+    inputs, truth = expected.inputs, expected.truth
+    gradients = len(truth) > 2
+    actual = {"": run(inputs, backend, chunk_size=chunk_size, gradients=gradients)}
+    with torch.no_grad():
+        actual[", no_grad"] = run(inputs, backend, chunk_size=chunk_size, gradients=False)
+    with torch.inference_mode():
+        fresh = replace(inputs, **{name: x.clone() for name, x in inputs.tensors().items()})  # type: ignore[arg-type]
+        actual[", inference_mode"] = run(fresh, backend, chunk_size=chunk_size, gradients=False)
+    for mode, results in actual.items():
+        try:
+            assert_close(results, {name: truth[name] for name in results}, expected.honest, per_token=per_token)
+        except AssertionError as error:
+            case = f"backend {backend!r}, {inputs}, chunk_size {chunk_size}{mode}"
+            raise AssertionError(f"{case}: {error}") from None
 
 
 def assert_close(

@@ -1,13 +1,61 @@
-"""What every backend is tried on."""
+"""What every backend is tried on, and the loop that tries it."""
 
 from __future__ import annotations
 
-import efla
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
-RULES = efla.rules.names()[:11]
+import efla
+from efla import extension
+from efla.testing import ScanInputs, assert_matches_oracle, expect
+
+RULES = efla.rules.names()
 CONTRACTIVE = [name for name in RULES if efla.rules.get(name).contractive]
 # "reference" is what they are compared with; "fla" takes tensors of a GPU, and its tests are in tests/gpu.
 BACKENDS = [n for n, reason in efla.backends().items() if reason is None and n not in ("reference", "fla")]
+
+
+def _contenders() -> Iterator[str]:
+    for backend in BACKENDS:
+        yield backend
+        if backend == "native":
+            active = extension.module.active_simd()
+            yield from (f"native-{level}" for level in extension.module.simd_levels() if level != active)
+
+
+# Every backend, and "native" once more for each instruction set of this CPU that is not in use.
+CONTENDERS = list(_contenders())
+
+
+@contextmanager
+def contender(name: str) -> Iterator[str]:
+    """Switch to a contender's instruction set and give the name of its backend."""
+    backend, _, level = name.partition("-")
+    before = extension.module.active_simd() if level else ""
+    try:
+        if level:
+            extension.module.set_simd(level)
+        yield backend
+    finally:
+        if level:
+            extension.module.set_simd(before)
+
+
+def assert_all_match(inputs: ScanInputs, *, chunk_sizes: Sequence[int] = (64,)) -> None:
+    """Every contender is within the error budget of the float64 oracle, which runs once for all of them."""
+    expected = expect(inputs)
+    problems = []
+    for name in CONTENDERS:
+        for chunk_size in chunk_sizes:
+            with contender(name) as backend:
+                try:
+                    assert_matches_oracle(expected, backend, chunk_size=chunk_size)
+                except AssertionError as error:
+                    problems.append(f"{name}: {error}")
+                except Exception as error:
+                    raise AssertionError(f"{name}, {inputs}, chunk_size {chunk_size}: {error!r}") from error
+    assert not problems, "\n".join(problems)
+
 
 # id -> arguments of efla.testing.make_inputs; lengths are awkward on purpose.
 SHAPES = {

@@ -10,18 +10,16 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import efla
-from efla.testing import ScanInputs, assert_close, assert_matches_oracle, make_inputs, oracle, run
+from efla.testing import ScanInputs, assert_close, expect, make_inputs, oracle, run
 
-from .cases import BACKENDS, RULES
-
-pytestmark = pytest.mark.parametrize("backend", BACKENDS)
+from .cases import CONTENDERS, RULES, assert_all_match, contender
 
 drawn = settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
 @given(data=st.data())
 @drawn
-def test_any_shape_matches_the_oracle(backend, data):
+def test_any_shape_matches_the_oracle(data):
     heads = data.draw(st.integers(1, 3), "key heads")
     key_dim = data.draw(st.integers(1, 40), "key_dim")
     inputs = make_inputs(
@@ -37,26 +35,26 @@ def test_any_shape_matches_the_oracle(backend, data):
         qk_l2norm=key_dim > 1 and data.draw(st.booleans(), "qk_l2norm"),  # the width 1 has a test of its own
         seed=data.draw(st.integers(0, 1000), "seed"),
     )
-    assert_matches_oracle(inputs, backend, chunk_size=data.draw(st.sampled_from([16, 32, 64]), "chunk"))
+    assert_all_match(inputs, chunk_sizes=[data.draw(st.sampled_from([16, 32, 64]), "chunk")])
 
 
 @pytest.mark.parametrize("rule", ["linear", "delta", "gated_efla"])
 @pytest.mark.parametrize("seed", range(8))
-def test_a_normalised_key_of_one_entry_has_the_gradient_that_rounding_leaves(backend, rule, seed):
+def test_a_normalised_key_of_one_entry_has_the_gradient_that_rounding_leaves(rule, seed):
     """x / |x| of one entry is a sign: its gradient g (1 - u^2) / |x| is the difference of two equal terms, which no float32
     formula can hold to more than a few roundings of g / |x|, the gradient by the sign over |x|."""
     inputs = make_inputs(rule, length=5, batch=2, key_dim=1, value_dim=3, initial_state=True, qk_l2norm=True, seed=seed)
-    found, truth = run(inputs, backend), oracle(inputs)
-    sign = replace(inputs, q=inputs.q.sign(), k=inputs.k.sign(), qk_l2norm=False)
-    terms = oracle(sign)
-    for name in ("q", "k"):
-        size = terms[f"grad_{name}"].abs() / getattr(inputs, name).abs()
-        error = (found[f"grad_{name}"].double() - truth[f"grad_{name}"]).abs()
-        assert (error <= 16 * 2**-24 * size.max()).all(), (error / size.max()).max()
-    rest = [name for name in truth if name not in ("grad_q", "grad_k")]
-    assert_close(
-        {n: found[n] for n in rest}, {n: truth[n] for n in rest}, {n: run(inputs, "reference")[n] for n in rest}
-    )
+    expected = expect(inputs)
+    terms = oracle(replace(inputs, q=inputs.q.sign(), k=inputs.k.sign(), qk_l2norm=False))
+    rest = {name: x for name, x in expected.truth.items() if name not in ("grad_q", "grad_k")}
+    for name in CONTENDERS:
+        with contender(name) as backend:
+            found = run(inputs, backend)
+        for key in ("q", "k"):
+            size = terms[f"grad_{key}"].abs() / getattr(inputs, key).abs()
+            error = (found[f"grad_{key}"].double() - expected.truth[f"grad_{key}"]).abs()
+            assert (error <= 16 * 2**-24 * size.max()).all(), f"{name}, grad_{key}: {(error / size.max()).max()}"
+        assert_close(found, rest, expected.honest)
 
 
 @pytest.mark.parametrize("rule", ["efla", "gated_efla"])
@@ -73,12 +71,16 @@ def test_packed_sequences_equal_separate_runs(backend, rule):
         start += length
 
 
+@pytest.fixture(scope="module")
+def uncut():
+    return expect(make_inputs("gated_efla", length=130, initial_state=True))
+
+
 @given(cut=st.integers(0, 130))
 @drawn
-def test_a_sequence_cut_anywhere_with_the_state_carried_equals_one_run(backend, cut):
-    whole = make_inputs("gated_efla", length=130, initial_state=True)
-    leaves = {name: x.clone().requires_grad_() for name, x in whole.tensors().items()}
-    tracked = replace(whole, **leaves)
+def test_a_sequence_cut_anywhere_with_the_state_carried_equals_one_run(uncut, backend, cut):
+    leaves = {name: x.clone().requires_grad_() for name, x in uncut.inputs.tensors().items()}
+    tracked = replace(uncut.inputs, **leaves)
     first, middle = _tokens(tracked, 0, cut, tracked.initial_state).call(backend)
     second, final = _tokens(tracked, cut, 130, middle).call(backend)
     o = torch.cat([first, second], 1)
@@ -86,7 +88,7 @@ def test_a_sequence_cut_anywhere_with_the_state_carried_equals_one_run(backend, 
     loss = sum((x.double() * torch.randn(x.shape, generator=generator, dtype=torch.float64)).sum() for x in (o, final))
     grads = torch.autograd.grad(loss, list(leaves.values()))
     got = {"o": o, "final_state": final} | {f"grad_{name}": g for name, g in zip(leaves, grads, strict=True)}
-    assert_close(got, oracle(whole), run(whole, "reference"))
+    assert_close(got, uncut.truth, uncut.honest)
 
 
 @pytest.mark.parametrize("side", ["left", "right", "inside"])

@@ -2,33 +2,32 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
-from efla.testing import assert_matches_oracle, make_inputs
+from efla.testing import make_inputs
 
-from .cases import BACKENDS, RULES, SHAPES
-
-pytestmark = pytest.mark.parametrize("backend", BACKENDS)
+from .cases import RULES, SHAPES, assert_all_match
 
 
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("shape", SHAPES)
-def test_backend_matches_the_oracle(backend, rule, shape):
-    assert_matches_oracle(make_inputs(rule, **SHAPES[shape]), backend)
+def test_every_backend_matches_the_oracle(rule, shape):
+    assert_all_match(make_inputs(rule, **SHAPES[shape]))
 
 
 @pytest.mark.parametrize("rule", ["efla", "gated_efla", "gated_delta", "ssd"])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("shape", ["initial_state", "packed", "l2_norm"])
-def test_backend_matches_the_oracle_in_other_precisions(backend, rule, dtype, shape):
-    assert_matches_oracle(make_inputs(rule, dtype=dtype, **SHAPES[shape]), backend)
+def test_every_backend_matches_the_oracle_in_other_precisions(rule, dtype, shape):
+    assert_all_match(make_inputs(rule, dtype=dtype, **SHAPES[shape]))
 
 
-@pytest.mark.parametrize("chunk_size", [16, 32, 128, 256])
 @pytest.mark.parametrize("rule", ["efla", "gated_efla"])
-def test_the_chunk_size_changes_nothing(backend, rule, chunk_size):
-    assert_matches_oracle(make_inputs(rule, length=150, initial_state=True), backend, chunk_size=chunk_size)
+def test_the_chunk_size_changes_nothing(rule):
+    assert_all_match(make_inputs(rule, length=150, initial_state=True), chunk_sizes=(16, 32, 128, 256))
 
 
 @pytest.mark.parametrize("rule", ["efla", "gated_efla"])
@@ -37,8 +36,6 @@ def test_non_contiguous_inputs(backend, rule):
     expected_o, expected_state = inputs.call(backend)
     strided = {name: _strided(x) for name, x in inputs.tensors().items()}
     assert not any(x.is_contiguous() for x in strided.values())
-    from dataclasses import replace
-
     o, state = replace(inputs, **strided).call(backend)
     torch.testing.assert_close(o, expected_o, rtol=0, atol=0)
     torch.testing.assert_close(state, expected_state, rtol=0, atol=0)
@@ -58,8 +55,6 @@ def test_gradcheck(backend, rule):
         rule, batch=1, length=18, key_heads=1, value_heads=2, key_dim=3, value_dim=2, initial_state=True,
         dtype=torch.float64,
     )  # fmt: skip
-    from dataclasses import replace
-
     names = list(inputs.tensors())
 
     def function(*leaves):
