@@ -7,15 +7,19 @@ import warnings
 
 import pytest
 import torch
+from transformers import DataCollatorWithFlattening, DynamicCache
 
 from efla.integrations import transformers as integration
-from efla.integrations.transformers import FUNCTIONS, accelerate_cpu
+from efla.integrations.transformers import CONVOLUTION, FUNCTIONS, accelerate_cpu
 
 FAMILIES = {
     "qwen3_next": ("Qwen3NextConfig", "Qwen3NextForCausalLM"),
     "qwen3_5": ("Qwen3_5TextConfig", "Qwen3_5ForCausalLM"),
+    "qwen3_5_moe": ("Qwen3_5MoeTextConfig", "Qwen3_5MoeForCausalLM"),
     "olmo_hybrid": ("OlmoHybridConfig", "OlmoHybridForCausalLM"),
 }
+# Layers of other kinds run over the boundaries of packed sequences.
+REFUSED = {"qwen4_exp": ("Qwen4ExpTextConfig", "Qwen4ExpForCausalLM")}
 
 SMALL = {
     "vocab_size": 97,
@@ -34,24 +38,36 @@ SMALL = {
     "bos_token_id": 1,
     "eos_token_id": None,
 }
-EXTRA = {
-    "qwen3_next": {
-        "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32,
-    },
-    "olmo_hybrid": {"linear_num_key_heads": 4},
+EXPERTS = {
+    "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32,
 }  # fmt: skip
+EXTRA = {
+    "qwen3_next": EXPERTS,
+    "qwen3_5_moe": EXPERTS,
+    "olmo_hybrid": {"linear_num_key_heads": 4},
+    "qwen4_exp": EXPERTS
+    | {"hc_lowrank": 8, "ngram_vocab_size_base": 50, "split_ngram_parts": 1, "eos_token_id": 2}
+    | {"indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 16, "indexer_budget": 8}
+    | {"indexer_compress_ratio": 4},
+}
 
 
-def small_model(family: str):
-    config_name, model_name = FAMILIES[family]
+def small_model(family: str, **fields):
+    config_name, model_name = (FAMILIES | REFUSED)[family]
     module = importlib.import_module(f"transformers.models.{family}.modeling_{family}")
     configuration = importlib.import_module(f"transformers.models.{family}.configuration_{family}")
-    config = getattr(configuration, config_name)(**(SMALL | EXTRA.get(family, {})))
+    config = getattr(configuration, config_name)(**(SMALL | EXTRA.get(family, {}) | fields))
     torch.manual_seed(0)
-    return getattr(module, model_name)(config).eval()
+    model = getattr(module, model_name)(config).eval()
+    model.set_experts_implementation("eager")  # the others have no float64
+    return model
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+def random_ids(length):
+    return torch.randint(3, 97, (length,), generator=torch.Generator().manual_seed(length)).tolist()
+
+
+@pytest.mark.parametrize("family", FAMILIES | REFUSED)
 def test_same_logits_and_same_tokens(family):
     model = small_model(family)
     ids = torch.randint(3, 97, (2, 100), generator=torch.Generator().manual_seed(1))
@@ -80,15 +96,92 @@ def test_gradients_are_the_same():
         torch.testing.assert_close(fast, plain, rtol=1e-3, atol=1e-5 * scale)
 
 
+SEQUENCES = [random_ids(length) for length in (3, 1, 40, 25, 2)]
+TOTAL = sum(map(len, SEQUENCES))
+COLLATORS = {
+    "positions": {},
+    "cu_seq_lens": {"return_flash_attn_kwargs": True},
+    "seq_idx": {"return_seq_idx": True},
+    "everything": {"return_flash_attn_kwargs": True, "return_seq_idx": True},
+    "cu_seq_lens alone": {"return_flash_attn_kwargs": True, "return_position_ids": False},
+    "seq_idx alone": {"return_seq_idx": True, "return_position_ids": False},
+}
+
+
+def packed(**options):
+    batch = DataCollatorWithFlattening(**options)([{"input_ids": ids} for ids in SEQUENCES])
+    return {name: value for name, value in batch.items() if name != "labels"}
+
+
+def logits_and_gradients(model, batches):
+    """Of all tokens in a row; the gradients are those of one weighted sum of the logits."""
+    model.zero_grad()
+    logits = torch.cat([model(**batch).logits.flatten(0, 1) for batch in batches])
+    weights = torch.randn(logits.shape, dtype=logits.dtype, generator=torch.Generator().manual_seed(2))
+    (logits * weights).sum().backward()
+    return [logits.detach(), *(p.grad for p in model.parameters() if p.grad is not None)]
+
+
+def assert_same(got, expected):
+    for x, y in zip(got, expected, strict=True):
+        torch.testing.assert_close(x, y, rtol=1e-5, atol=1e-5 * float(y.abs().max()))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_packed_sequences_are_separate_sequences(family):
+    model = small_model(family).double()
+    with accelerate_cpu():
+        alone = logits_and_gradients(model, [{"input_ids": torch.tensor([ids])} for ids in SEQUENCES])
+        for options in COLLATORS.values():
+            assert_same(logits_and_gradients(model, [packed(**options)]), alone)
+
+
+def test_positions_may_start_anew_in_every_row_of_a_batch():
+    model = small_model("qwen3_next").double()
+    ids = torch.tensor([random_ids(30), random_ids(30)])
+    positions = torch.stack([torch.cat([torch.arange(n), torch.arange(30 - n)]) for n in (11, 27)])
+    pieces = [ids[:1, :11], ids[:1, 11:], ids[1:, :27], ids[1:, 27:]]
+    with accelerate_cpu():
+        together = logits_and_gradients(model, [{"input_ids": ids, "position_ids": positions}])
+        assert_same(together, logits_and_gradients(model, [{"input_ids": piece} for piece in pieces]))
+
+
+REFUSALS = {
+    "a cache": (lambda model: {"past_key_values": DynamicCache(config=model.config)}, "packed sequences take no cache"),
+    "padding": (lambda model: {"attention_mask": torch.ones(1, TOTAL)}, "take no attention_mask"),
+    "other positions": (lambda model: {"position_ids": torch.arange(TOTAL)[None]}, "start anew at each boundary"),
+}
+
+
+@pytest.mark.parametrize(("extra", "message"), REFUSALS.values(), ids=REFUSALS)
+def test_what_would_run_packed_sequences_together_is_refused(extra, message):
+    model = small_model("qwen3_5")
+    with accelerate_cpu(), pytest.raises(ValueError, match=message):
+        model(**(packed(return_flash_attn_kwargs=True) | extra(model)))
+
+
+@pytest.mark.parametrize("fields", [{}, {"layer_types": ["linear_attention"] * 4, "ple_layer_ids": [1]}])
+def test_a_family_with_layers_that_run_over_the_boundaries_is_refused(fields):
+    model = small_model("qwen4_exp", **fields)
+    with accelerate_cpu(), pytest.raises(ValueError, match="run over the boundaries"):
+        model(**packed(return_flash_attn_kwargs=True))
+
+
 def test_it_can_be_undone_and_done_twice():
     module = importlib.import_module("transformers.models.qwen3_next.modeling_qwen3_next")
-    originals = [getattr(module, name) for name in FUNCTIONS]
+
+    def replaceable():
+        return [*(getattr(module, name) for name in (*FUNCTIONS, CONVOLUTION)), module.Qwen3NextModel.forward]
+
+    originals = replaceable()
     first = accelerate_cpu()
-    assert all(getattr(module, name) is not f for name, f in zip(FUNCTIONS, originals, strict=True))
+    assert all(new is not old for new, old in zip(replaceable(), originals, strict=True))
     second = accelerate_cpu()
     assert second.models == []
     first.restore()
-    assert [getattr(module, name) for name in FUNCTIONS] == originals
+    assert replaceable() == originals
+    with pytest.raises(ValueError, match="can't keep packed sequences apart"):
+        small_model("qwen3_next")(**packed(return_flash_attn_kwargs=True))
 
 
 def test_a_transformers_without_the_hook_is_left_alone_with_a_warning(monkeypatch):

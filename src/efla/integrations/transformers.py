@@ -6,12 +6,16 @@
 On a CPU these models fall back to plain-torch functions that transformers itself calls much slower. The layers look those
 functions up in their module at every call; here they are replaced by ones that run ``native`` for CPU tensors and hand
 everything else to the original.
+
+Packed sequences (``DataCollatorWithFlattening``), which transformers refuses on a CPU or runs together, are kept apart in
+every layer, whether ``cu_seq_lens_q``, ``seq_idx`` or ``position_ids`` tell where they start.
 """
 
 from __future__ import annotations
 
 import functools
 import importlib
+import inspect
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -20,28 +24,35 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers.activations import ACT2FN
+from transformers.cache_utils import Cache
 
+from efla import rowwise
+from efla.models.inputs import borders_of_positions, borders_of_starts, find_packing, positions_of_packed
 from efla.scans.api import linear_attention
+from efla.scans.validation import checks_values
 
 FUNCTIONS = ("torch_chunk_gated_delta_rule", "torch_recurrent_gated_delta_rule")
+CONVOLUTION = "causal_conv1d_fn"
+_INPUTS = ("input_ids", "attention_mask", "position_ids", "past_key_values", "inputs_embeds", "use_cache")
 
 
 class Acceleration:
     """The replaced functions, to be put back by :meth:`restore` or at the end of a ``with`` block."""
 
     def __init__(self) -> None:
-        self._originals: list[tuple[ModuleType, str, Callable[..., Any]]] = []
+        self._originals: list[tuple[ModuleType | type, str, Callable[..., Any]]] = []
 
     @property
     def models(self) -> list[str]:
         """Names of the model families whose layers now run on ``native``."""
-        return sorted({module.__name__.split(".")[-2] for module, _, _ in self._originals})
+        return sorted({owner.__name__.split(".")[-2] for owner, name, _ in self._originals if name in FUNCTIONS})
 
     def restore(self) -> None:
         """Put transformers' own functions back."""
         while self._originals:
-            module, name, original = self._originals.pop()
-            setattr(module, name, original)
+            owner, name, original = self._originals.pop()
+            setattr(owner, name, original)
 
     def __enter__(self) -> Acceleration:
         return self
@@ -51,12 +62,16 @@ class Acceleration:
     ) -> None:
         self.restore()
 
-    def _replace(self, module: ModuleType, name: str) -> None:
-        original = getattr(module, name)
-        if getattr(original, "__efla_original__", None) is not None:
+    def _replace(
+        self, owner: ModuleType | type, name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]
+    ) -> None:
+        original = getattr(owner, name, None)
+        if not callable(original) or hasattr(original, "__efla_original__"):
             return
-        setattr(module, name, _on_cpu(original))
-        self._originals.append((module, name, original))
+        replacement = functools.wraps(original)(make(original))
+        replacement.__efla_original__ = original  # type: ignore[attr-defined]
+        setattr(owner, name, replacement)
+        self._originals.append((owner, name, original))
 
 
 def accelerate_cpu() -> Acceleration:
@@ -69,8 +84,10 @@ def accelerate_cpu() -> Acceleration:
     for module in _gated_delta_modules():
         found = True
         for name in FUNCTIONS:
-            if callable(getattr(module, name, None)):
-                acceleration._replace(module, name)
+            acceleration._replace(module, name, _rule_on_cpu)
+        acceleration._replace(module, CONVOLUTION, _convolution_on_cpu)
+        for model in _text_models(module):
+            acceleration._replace(model, "forward", _with_packing)
     if not found:
         warnings.warn(
             "efla found no gated-delta-rule model with a replaceable function in this transformers; nothing was changed",
@@ -93,8 +110,23 @@ def _gated_delta_modules() -> list[ModuleType]:
     return modules
 
 
-def _on_cpu(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
+def _text_models(module: ModuleType) -> list[type]:
+    """The classes that run a family's layers: those that make the mask of its recurrent layers."""
+    found = []
+    for value in vars(module).values():
+        forward = vars(value).get("forward") if inspect.isclass(value) and value.__module__ == module.__name__ else None
+        if forward is None or tuple(inspect.signature(forward).parameters)[1:7] != _INPUTS:
+            continue
+        if "create_recurrent_attention_mask" in inspect.unwrap(forward).__code__.co_names:
+            found.append(value)
+    return found
+
+
+def _runs_here(x: Tensor) -> bool:
+    return x.device.type == "cpu" and not torch.compiler.is_exporting()
+
+
+def _rule_on_cpu(original: Callable[..., Any]) -> Callable[..., Any]:
     def gated_delta_rule(
         query: Tensor,
         key: Tensor,
@@ -108,7 +140,7 @@ def _on_cpu(original: Callable[..., Any]) -> Callable[..., Any]:
         cu_seqlens: Tensor | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
-        if args or query.device.type != "cpu" or torch.compiler.is_exporting():
+        if args or not _runs_here(query):
             return original(  # type: ignore[no-any-return]
                 query,
                 key,
@@ -122,18 +154,122 @@ def _on_cpu(original: Callable[..., Any]) -> Callable[..., Any]:
                 cu_seqlens=cu_seqlens,
                 **kwargs,
             )
-        return linear_attention(
-            query,
-            key,
-            value,
-            beta,
-            g,
+        inputs, shape = (query, key, value, beta, g), value.shape
+        if cu_seqlens is not None:
+            if output_final_state or initial_state is not None:
+                raise ValueError("packed sequences take no cache; pass use_cache=False and no past_key_values")
+            inputs = tuple(x.flatten(0, 1)[None] for x in inputs)  # type: ignore[assignment]
+        o, state = linear_attention(
+            *inputs,
             rule="gated_delta",
             initial_state=None if initial_state is None else initial_state.float(),
             output_final_state=output_final_state,
             qk_l2norm=use_qk_l2norm_in_kernel,
             cu_seqlens=cu_seqlens,
         )
+        return o.view(shape), state
 
-    gated_delta_rule.__efla_original__ = original  # type: ignore[attr-defined]
     return gated_delta_rule
+
+
+def _convolution_on_cpu(original: Callable[..., Any]) -> Callable[..., Any]:
+    """For packed sequences, a convolution that does not reach over a boundary."""
+
+    def causal_conv1d_fn(
+        hidden_states: Tensor,
+        weight: Tensor,
+        bias: Tensor | None = None,
+        activation: str | None = None,
+        **kwargs: Any,
+    ) -> Tensor:
+        cu_seqlens = kwargs.get("cu_seq_lens_q")
+        if cu_seqlens is None or not _runs_here(hidden_states):
+            return original(hidden_states, weight, bias, activation=activation, **kwargs)  # type: ignore[no-any-return]
+        rows = hidden_states.to(weight.dtype).transpose(1, 2)  # [B, T, C]
+        is_silu = activation in ("silu", "swish")
+        arguments = rows.flatten(0, 1)[None], weight, bias, None, cu_seqlens, is_silu
+        y = rowwise.causal_conv(*arguments)
+        y = (rowwise.torch_conv(*arguments) if y is None else y).view(rows.shape)
+        if activation is not None and not is_silu:
+            y = ACT2FN[activation](y)
+        return y.transpose(1, 2).to(hidden_states.dtype)
+
+    return causal_conv1d_fn
+
+
+def _with_packing(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Tell the recurrent layers of packed sequences where one starts, and the softmax layers by positions."""
+
+    def forward(
+        self: Any,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | dict[str, Any] | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: Cache | None = None,
+        inputs_embeds: Tensor | None = None,
+        use_cache: bool | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        tokens = input_ids if inputs_embeds is None else inputs_embeds
+        if tokens is not None and _runs_here(tokens):
+            B, T = tokens.shape[:2]
+            cu_seqlens = _packing_of(attention_mask, position_ids, past_key_values, B, T, kwargs)
+            if cu_seqlens is not None:
+                _check_layers_keep_apart(self.config)
+                kwargs["cu_seq_lens_q"] = cu_seqlens
+                kwargs.pop("seq_idx", None)
+                use_cache = False  # with a cache, transformers does not keep the sequences apart in softmax layers
+                if position_ids is None:
+                    position_ids = positions_of_packed(cu_seqlens, B, T)
+        return original(
+            self,
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            past_key_values=past_key_values,
+            inputs_embeds=inputs_embeds,
+            use_cache=use_cache,
+            **kwargs,
+        )
+
+    return forward
+
+
+def _check_layers_keep_apart(config: Any) -> None:
+    """Refuse a model with layers that mix the tokens of neighbouring sequences and cannot be told where one starts."""
+    mixing = set(config.layer_types) - {"linear_attention", "full_attention", "sliding_attention"}
+    if getattr(config, "ple_layer_ids", None):
+        mixing.add("per-layer embedding (ple_layer_ids)")
+    if mixing:
+        raise ValueError(
+            f"layers of type {', '.join(sorted(mixing))} run over the boundaries of packed sequences; "
+            "pad the sequences or pass them one at a time"
+        )
+
+
+def _packing_of(
+    attention_mask: Tensor | dict[str, Any] | None,
+    position_ids: Tensor | None,
+    past_key_values: Cache | None,
+    batch_size: int,
+    length: int,
+    kwargs: dict[str, Any],
+) -> Tensor | None:
+    """Boundaries [N + 1] in the flattened [B * T] axis, from what a collator gives; ``None`` without packing."""
+    seq_idx, given = kwargs.get("seq_idx"), kwargs.get("cu_seq_lens_q")
+    if given is None and seq_idx is not None:
+        is_start = torch.ones_like(seq_idx, dtype=torch.bool)
+        is_start[:, 1:] = seq_idx[:, 1:] != seq_idx[:, :-1]
+        given = borders_of_starts(is_start)
+    text_positions = position_ids
+    if position_ids is not None and position_ids.dim() == 3:  # text, time, height and width, or the last three alone
+        text_positions = position_ids[0] if position_ids.shape[0] == 4 else None
+    if given is not None and position_ids is not None and checks_values(given):
+        said = None if text_positions is None else borders_of_positions(text_positions, batch_size, length)
+        if said is None or not torch.equal(given.unique(), said):
+            raise ValueError(
+                "position_ids must start anew at each boundary of packed sequences that cu_seq_lens_q or seq_idx gives, and "
+                "nowhere else, because the mask of the softmax layers is made from them; leave position_ids out to have them "
+                "counted"
+            )
+    return find_packing(attention_mask, text_positions, past_key_values, given, batch_size, length, kwargs)

@@ -54,13 +54,22 @@ def packed_borders(position_ids: Tensor | None, batch_size: int, length: int) ->
             "under torch.compile packed sequences must be given as cu_seqlens: how many there are is not known from "
             "position_ids while tracing; without packing leave position_ids out"
         )
+    borders = borders_of_positions(position_ids, batch_size, length)
+    return None if borders.shape[0] == batch_size + 1 else borders
+
+
+def borders_of_positions(position_ids: Tensor, batch_size: int, length: int) -> Tensor:
+    """Borders [N + 1] at each row's start and where positions [B or 1, T] do not count on."""
     position_ids = position_ids.expand(batch_size, length)
     starts = torch.ones_like(position_ids, dtype=torch.bool)
     starts[:, 1:] = position_ids[:, 1:] != position_ids[:, :-1] + 1
-    if int(starts.sum()) == batch_size:
-        return None
+    return borders_of_starts(starts)
+
+
+def borders_of_starts(starts: Tensor) -> Tensor:
+    """Borders [N + 1] of sequences that start at the true elements of ``starts`` [B, T]."""
     borders = starts.reshape(-1).nonzero().flatten()
-    return torch.cat([borders, borders.new_tensor([batch_size * length])]).to(torch.int32)
+    return torch.cat([borders, borders.new_tensor([starts.numel()])]).to(torch.int32)
 
 
 def positions_of_packed(cu_seqlens: Tensor, batch_size: int, length: int) -> Tensor:
