@@ -155,8 +155,15 @@ def test_what_fla_has_no_model_for_is_named(fields, names):
     [
         ({"model_type": "gla"}, "unknown flash-linear-attention model type 'gla'"),
         ({"model_type": "delta_net", "qk_norm": "sum"}, "qk_norm = 'sum'"),
+        ({"model_type": "delta_net", "hidden_act": "gelu"}, "hidden_act = 'gelu'"),
+        ({"model_type": "mamba2", "hidden_act": "gelu"}, "hidden_act = 'gelu'"),
         ({"model_type": "mamba2", "n_groups": 2, "hidden_size": 32, "num_hidden_layers": 1}, "n_groups"),
         ({"model_type": "mamba2", "dt_limit": [0, 1], "hidden_size": 32, "num_hidden_layers": 1}, "dt_limit"),
+        (
+            {"model_type": "mamba2", "hidden_size": 32, "num_hidden_layers": 1}
+            | {"dt_limit": [0, "inf"], "time_step_limit": [0, 0.1]},
+            "time_step_limit",
+        ),
         ({"model_type": "transformer", "window_size": 64}, "window_size = 64"),
     ],
 )

@@ -60,13 +60,18 @@ def config_from_fla(fla: dict[str, Any]) -> EflaConfig:
     for field, value in _FIXED[kind].items():
         if fla.get(field, value) != value:
             raise ValueError(f"{kind} with {field} = {fla[field]!r} has no counterpart here; only {value!r} has")
+    if fla.get("hidden_act", "swish") not in ("swish", "silu"):
+        raise ValueError(
+            f"{kind} with hidden_act = {fla['hidden_act']!r} has no counterpart here; only 'silu' (or 'swish') has"
+        )
     ours: dict[str, Any] = {key: fla[key] for key in _SHARED.split() if key in fla}
     ours["conv_init"] = "normal"
     hidden, layers = int(fla["hidden_size"]), int(fla["num_hidden_layers"])
     if kind == "mamba2":
-        limit = [_number(x) for x in fla.get("dt_limit") or fla.get("time_step_limit") or (0.0, "inf")]
-        if limit != [0.0, float("inf")]:
-            raise ValueError(f"mamba2 with dt_limit = {limit} has no counterpart here; only (0, inf) has")
+        for field in ("dt_limit", "time_step_limit"):  # fla's name and transformers'
+            limit = [_number(x) for x in fla.get(field) or (0.0, "inf")]
+            if limit != [0.0, float("inf")]:
+                raise ValueError(f"mamba2 with {field} = {limit} has no counterpart here; only (0, inf) has")
         ours.update(
             mixers=["mamba2"],
             intermediate_size=0,
@@ -81,8 +86,6 @@ def config_from_fla(fla: dict[str, Any]) -> EflaConfig:
         if ours["mamba_num_groups"] != 1:
             raise ValueError("mamba2 with n_groups other than 1 normalises by group, which this library does not")
         return EflaConfig(**ours)
-    if fla.get("hidden_act", "swish") not in ("swish", "silu"):
-        raise ValueError(f"hidden_act = {fla['hidden_act']!r} has no counterpart here; only 'swish' has")
     ours["intermediate_size"] = fla.get("intermediate_size") or _fla_width(hidden, fla.get("hidden_ratio") or 4)
     if kind == "transformer":
         ours.update(mixers=["softmax"], **_softmax_fields(fla))
