@@ -135,8 +135,23 @@ def test_declared_absences_are_true(name):
     assert rule.has_erase == (float(erase) != 0)
 
 
+@pytest.mark.parametrize("name", ALL)
+def test_a_small_step_is_the_flow_times_its_length(name):
+    """Every rule, of finite order or none, discretises the flow that it names: to first order in the step they agree."""
+    rule = rules.get(name)
+    beta, log_gate = (torch.tensor(1e-7 * x, dtype=torch.float64) for x in (0.7, -0.4))
+    step = scalars(rule, float(beta), 1.3, float(log_gate))
+    rates = rule.flow(beta, log_gate)
+    expected = torch.stack([-rates.decay, rates.erase, rates.write])
+    torch.testing.assert_close(torch.stack(step), expected, rtol=1e-6, atol=1e-20)
+    if name not in ("linear", "ssd"):  # a gate that is not given is open
+        open_gate = rule.flow(beta, torch.zeros_like(beta))
+        torch.testing.assert_close(rule.flow(beta), open_gate, rtol=0, atol=0)
+        assert float(open_gate.decay) == 0
+
+
 def test_every_rule_of_the_design_is_there():
-    assert ALL[:11] == [
+    assert rules.names()[:11] == [
         "linear", "ssd", "delta", "rk2", "rk4", "implicit_euler", "crank_nicolson", "efla",
         "gated_delta", "gated_efla", "gated_efla_log",
     ]  # fmt: skip
@@ -151,6 +166,6 @@ def test_a_name_cannot_be_taken_twice():
     class Impostor(type(rules.get("delta"))):
         pass
 
-    with pytest.raises(ValueError, match="registered already"):
+    with pytest.raises(ValueError, match=r"'delta' is registered already \(Delta\(name='delta'\)\)"):
         rules.register(Impostor())
     assert type(rules.get("delta")).__name__ == "Delta"
