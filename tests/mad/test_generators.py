@@ -417,6 +417,16 @@ def test_datasets_are_torch_datasets() -> None:
     assert mad.IGNORE == IGNORE == IGN
 
 
+# Parameter, a value that is not its default, and the tasks that have it.
+OPTIONS = [
+    ("frac_noise", 0.5, ["in-context-recall", "noisy-in-context-recall"]),
+    ("noise_vocab_size", 4, ["in-context-recall", "noisy-in-context-recall"]),
+    ("k_motif_size", 3, ["fuzzy-in-context-recall"]),
+    ("v_motif_size", 2, ["fuzzy-in-context-recall"]),
+    ("num_tokens_to_copy", 8, ["selective-copying"]),
+]
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -435,6 +445,19 @@ def test_datasets_are_torch_datasets() -> None:
 def test_impossible_settings_are_refused_with_the_reason(changes: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Setting(**{"vocab_size": 17, "seq_len": 64, **changes})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("task", TASKS)
+@pytest.mark.parametrize(("option", "value", "tasks"), OPTIONS, ids=[option for option, _, _ in OPTIONS])
+def test_a_parameter_of_other_tasks_is_refused(task: str, option: str, value: float, tasks: list[str]) -> None:
+    noise = {"noise_vocab_size": 4} if option == "frac_noise" and task in tasks else {}
+    if task in tasks:
+        assert getattr(replace(baseline(task), **{**noise, option: value}), option) == value
+    else:
+        with pytest.raises(
+            ValueError, match=f"{task}: {option} is a parameter of {tasks[0]}.*no effect here, got {value}"
+        ):
+            replace(baseline(task), **{option: value})
 
 
 def test_published_files_are_read_and_checked(tmp_path: Path) -> None:

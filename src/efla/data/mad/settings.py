@@ -22,6 +22,14 @@ TASKS = {
 
 RECALL = ("in-context-recall", "noisy-in-context-recall")
 FUZZY = "fuzzy-in-context-recall"
+_OPTIONS: dict[str, tuple[str, ...]] = {
+    "noise_vocab_size": RECALL,
+    "frac_noise": RECALL,
+    "k_motif_size": (FUZZY,),
+    "v_motif_size": (FUZZY,),
+    "num_tokens_to_copy": ("selective-copying",),
+}
+"""Parameter -> the tasks that have it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,6 +61,13 @@ class Setting:
             raise ValueError(f"{self.task}: {problem}")
 
     def _problem(self) -> str | None:
+        for name, tasks in _OPTIONS.items():
+            default = getattr(Setting, name)
+            if self.task not in tasks and getattr(self, name) != default:
+                return (
+                    f"{name} is a parameter of {' and '.join(tasks)} and has no effect here, "
+                    f"got {getattr(self, name)}; leave it at {default}"
+                )
         if self.task in RECALL:
             if self.seq_len % 2 or self.seq_len < 4:
                 return f"seq_len must be even and at least 4 (key-value pairs), got {self.seq_len}"
