@@ -1,15 +1,25 @@
-"""Fixed seeds, one thread, and fresh allocations filled with NaN, so that nothing passes by reading stale memory."""
+"""Fixed seeds and threads, and fresh allocations filled with NaN, so that nothing passes by reading stale memory."""
 
 from __future__ import annotations
 
+import os
+
 import pytest
 import torch
+
+# Bit-identical results may depend on it: for this process and those it starts, in fixtures of modules and in every test.
+THREADS = int(os.environ.get("EFLA_TEST_THREADS", "1"))
+
+
+def pytest_configure() -> None:
+    os.environ["OMP_NUM_THREADS"] = str(THREADS)
+    torch.set_num_threads(THREADS)
 
 
 @pytest.fixture(autouse=True)
 def _reproducible():
     torch.manual_seed(0)
-    torch.set_num_threads(1)
+    torch.set_num_threads(THREADS)
     torch.use_deterministic_algorithms(True, warn_only=True)
     torch.utils.deterministic.fill_uninitialized_memory = True
     yield

@@ -17,9 +17,9 @@ LAST_RESORT = 1800
 
 @contextmanager
 def started(command: Sequence[str], **options: Any) -> Iterator[subprocess.Popen[str]]:
-    """A process with one thread, its output and errors in one stream; killed at the end, or if it hangs."""
+    """A process, its output and errors in one stream; killed at the end, or if it hangs."""
     options = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, **options}
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", **options.pop("env", {})}
+    environment = {**os.environ, **options.pop("env", {})}
     process = subprocess.Popen(command, env=environment, text=True, **options)
     watchdog = threading.Timer(LAST_RESORT, process.kill)
     watchdog.start()

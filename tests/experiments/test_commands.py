@@ -18,6 +18,8 @@ from efla.experiments.framework.rows import read_rows
 from efla.experiments.smnist_robustness.options import Lr, Smnist
 from efla.experiments.smnist_robustness.run import SmnistRobustness
 
+from ..processes import LAST_RESORT
+
 
 def _cli(*arguments: str) -> object:
     return tyro.cli(reproduce, args=list(arguments))
@@ -91,7 +93,7 @@ def test_the_example_of_the_documentation_runs(tmp_path: Path) -> None:
     page = (Path(__file__).parents[2] / "docs" / "experiments.md").read_text()
     (code,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
     done = subprocess.run(
-        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=LAST_RESORT, check=False
     )
     assert done.returncode == 0, done.stderr
     assert [row["value"] for row in read_rows(tmp_path / "runs" / "square")] == [0, 1, 4]

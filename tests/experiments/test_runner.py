@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import random
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -19,6 +17,8 @@ from efla.experiments.framework.execute import stable
 from efla.experiments.framework.folder import CONFIG
 from efla.experiments.framework.records import from_record, to_record
 from efla.experiments.framework.rows import ROWS, read_rows
+
+from ..processes import LAST_RESORT, children, started, wait_until
 
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE))
@@ -43,7 +43,7 @@ def _stable_rows(folder: Path) -> list[dict[str, object]]:
 def test_rows_say_where_they_come_from(tmp_path: Path) -> None:
     _run(TinyConfig(cells=1), tmp_path)
     row = read_rows(tmp_path)[-1]
-    assert row["config"] == {"factor": 3, "seconds": 0.0}
+    assert row["config"] == {"factor": 3}
     assert row["seed"] == 0
     assert row["threads"] == 1
     assert set(row["versions"]) >= {"efla", "torch", "numpy", "python"}
@@ -132,7 +132,9 @@ def test_a_disk_that_fills_up_stops_the_run_and_keeps_finished_cells(tmp_path: P
         "from efla.experiments.framework import run; resource.setrlimit(resource.RLIMIT_FSIZE, (3500, 3500))\n"
         f"run(Tiny(TinyConfig(cells=40)), Path({str(tmp_path)!r}), executor='inline')"
     )
-    full = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    full = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=LAST_RESORT, check=False
+    )
     assert full.returncode != 0
     assert "the disk is full. Finished cells are safe" in full.stderr
     data = (tmp_path / ROWS).read_bytes()
@@ -158,52 +160,25 @@ def test_a_config_survives_its_record_and_unknown_fields_do_not() -> None:
     assert dataclasses.asdict(config) == to_record(config)
 
 
-@pytest.mark.parametrize(
-    ("executor", "seconds"), [("inline", 0.02), pytest.param("process", 0.2, marks=pytest.mark.slow)]
-)
-def test_twenty_kills_at_random_moments_give_the_rows_of_an_undisturbed_run(
-    tmp_path: Path, executor: str, seconds: float
-) -> None:
-    """One process imports torch, then forks runs and kills them with SIGKILL; see kill_driver.py."""
+@pytest.mark.parametrize("executor", ["inline", pytest.param("process", marks=pytest.mark.slow)])
+def test_twenty_kills_at_random_moments_give_the_rows_of_an_undisturbed_run(tmp_path: Path, executor: str) -> None:
+    """One process imports torch, then forks runs that SIGKILL ends; see kill_driver.py."""
     driver = [sys.executable, str(HERE / "kill_driver.py"), str(tmp_path / "killed"), "20", executor]
-    killed = subprocess.run(driver, capture_output=True, text=True, timeout=250, check=False)
+    killed = subprocess.run(driver, capture_output=True, text=True, timeout=LAST_RESORT, check=False)
     assert killed.returncode == 0, killed.stderr
     assert int(killed.stdout) == 20, "every one of the 20 kills hit a running process"
+    assert 0 < len({row["cell"] for row in read_rows(tmp_path / "killed")}) < 120
     for folder in ("killed", "undisturbed"):
-        _run(TinyConfig(cells=120, seconds=seconds), tmp_path / folder, executor=executor, workers=4)
+        _run(TinyConfig(cells=120), tmp_path / folder, executor=executor, workers=4)
     assert _stable_rows(tmp_path / "killed") == _stable_rows(tmp_path / "undisturbed")
 
 
-def _start(folder: Path, seconds: float) -> subprocess.Popen[str]:
-    # A shell starts its background jobs with Ctrl-C ignored, and children inherit that: here it must work.
-    code = (
-        "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
-        "import sys; from pathlib import Path; from efla.experiments.framework import run; from tiny_experiment import *\n"
-        f"run(Tiny(TinyConfig(cells=40, seconds={seconds})), Path({str(folder)!r}), workers=2)"
-    )
-    return subprocess.Popen([sys.executable, "-c", code], text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-
-
-def _children(pid: int) -> list[int]:
-    return [int(p) for p in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
-
-
-def _wait_for_rows(folder: Path, process: subprocess.Popen[str]) -> None:
-    deadline = time.monotonic() + 60
-    while time.monotonic() < deadline and process.poll() is None:
-        if (folder / ROWS).exists() and (folder / ROWS).stat().st_size:
-            return
-        time.sleep(0.05)
-    raise AssertionError("no row was written")
-
-
-def _gone(pids: list[int]) -> bool:
-    deadline = time.monotonic() + 10
-    while time.monotonic() < deadline:
-        if not any(Path(f"/proc/{pid}").exists() for pid in pids):
-            return True
-        time.sleep(0.05)
-    return False
+# A shell starts its background jobs with Ctrl-C ignored, and children inherit that: here it must work.
+TWO_CELLS_THEN_HANGING = """
+import signal; signal.signal(signal.SIGINT, signal.default_int_handler)
+import sys; from pathlib import Path; from efla.experiments.framework import run; from tiny_experiment import *
+run(Tiny(TinyConfig(cells=40, hanging=2)), Path(sys.argv[1]), workers=2)
+"""
 
 
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="needs /proc")
@@ -211,18 +186,17 @@ def _gone(pids: list[int]) -> bool:
 def test_a_run_that_ends_early_takes_its_workers_along_and_can_be_continued(
     tmp_path: Path, how: signal.Signals
 ) -> None:
-    process = _start(tmp_path, 0.3)
-    _wait_for_rows(tmp_path, process)
-    time.sleep(random.random() * 0.2)
-    workers = _children(process.pid)
-    assert len(workers) == 2
-    process.send_signal(how)
-    _, errors = process.communicate(timeout=30)
-    assert _gone(workers)
+    def rows() -> int:
+        return len({row["cell"] for row in read_rows(tmp_path)}) if (tmp_path / ROWS).exists() else 0
+
+    with started([sys.executable, "-c", TWO_CELLS_THEN_HANGING, str(tmp_path)]) as process:
+        wait_until(lambda: rows() == 2, process)
+        workers = children(process.pid)
+        assert len(workers) == 2
+        process.send_signal(how)
+        printed, _ = process.communicate()
+    wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in workers))
     if how == signal.SIGINT:
-        assert "the same command continues" in errors
+        assert "the same command continues" in printed
         assert (tmp_path / ROWS).read_bytes().endswith(b"\n")
-    done = len({row["cell"] for row in read_rows(tmp_path)})
-    assert 1 <= done < 40
-    summary = _run(TinyConfig(cells=done + 1, seconds=0.3), tmp_path)
-    assert summary.skipped >= done - 1  # type: ignore[attr-defined]
+    assert _run(TinyConfig(cells=3), tmp_path).skipped == 2  # type: ignore[attr-defined]

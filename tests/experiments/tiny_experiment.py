@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import random
 import signal
-import time
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,10 +15,10 @@ from efla.experiments.framework.records import GRID
 @dataclass(frozen=True, kw_only=True)
 class TinyConfig:
     factor: int = 3
-    seconds: float = 0.0
     cells: int = field(default=6, metadata=GRID)
     bad: int | None = field(default=None, metadata=GRID)
     dying: int | None = field(default=None, metadata=GRID)
+    hanging: int | None = field(default=None, metadata=GRID)
 
 
 class Tiny(Experiment[TinyConfig]):
@@ -38,9 +37,10 @@ class Tiny(Experiment[TinyConfig]):
             raise ValueError("this cell is bad")
         if seed == self.config.dying:
             os.kill(os.getpid(), signal.SIGKILL)
+        if self.config.hanging is not None and seed >= self.config.hanging:
+            signal.pause()
         for i in range(10):
             report(i / 10, loss=1.0 / (i + 1))
-            time.sleep(self.config.seconds / 10)
         draw = random.Random(seed).random() * self.config.factor
         points = [{"row": "point", "i": i, "value": draw * i} for i in range(2)]
         return [*points, {"sum": draw, "show": {"loss": draw}}]

@@ -21,6 +21,7 @@ from efla.experiments.exactness.run import Exactness
 from efla.experiments.framework import run
 from efla.report import build
 
+from ..processes import LAST_RESORT
 from . import test_report
 
 BROWSER = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
@@ -93,7 +94,9 @@ def _browse(profile_folder: Path, *arguments: str) -> subprocess.CompletedProces
     assert BROWSER is not None
     fixed = ["--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-extensions",
              "--disable-background-networking", "--enable-logging=stderr", f"--user-data-dir={profile_folder}"]  # fmt: skip
-    return subprocess.run([BROWSER, *fixed, *arguments], capture_output=True, text=True, timeout=90, check=True)
+    return subprocess.run(
+        [BROWSER, *fixed, *arguments], capture_output=True, text=True, timeout=LAST_RESORT, check=True
+    )
 
 
 def _console(done: subprocess.CompletedProcess[str]) -> list[str]:

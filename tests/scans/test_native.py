@@ -20,6 +20,7 @@ from efla.scans.backends import native
 from efla.scans.fused_ops import fused_op
 from efla.testing import make_inputs, run
 
+from ..processes import LAST_RESORT
 from .cases import RULES, assert_all_match
 
 pytestmark = pytest.mark.skipif(native.unavailable() is not None, reason=f"backend 'native' {native.unavailable()}")
@@ -142,7 +143,7 @@ if child == 0:
 _, status = os.waitpid(child, 0)
 sys.exit(os.waitstatus_to_exitcode(status))
 """
-    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
+    assert subprocess.run([sys.executable, "-c", code], timeout=LAST_RESORT).returncode == 0
 
 
 # The module by its file: an interpreter without torch starts a hundred times faster.

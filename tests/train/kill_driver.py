@@ -1,18 +1,16 @@
-"""Trains into a folder while being killed, over and over, then lets it finish: ``kill_driver.py FOLDER SEED``.
+"""Trains into a folder while being killed, over and over, then lets it finish: ``kill_driver.py FOLDER SEED sync|async``.
 
 Children are forked from a process that has done nothing yet, so that each starts at once.
 """
 
 from __future__ import annotations
 
+import itertools
 import os
 import random
 import signal
 import sys
-import time
 from pathlib import Path
-
-import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -49,36 +47,41 @@ def train(output: Path, place: str | None, count: int, **changes) -> None:
     loop.run(small(steps=40, save_every=4, **changes), output)
 
 
-def fork(output: Path, place: str | None = None, count: int = 0, seconds: float | None = None, **changes) -> int:
+def die_at_file(output: Path, count: int) -> None:
+    """Die at the ``count``-th opening, renaming, making or removing of something in ``output``, in whichever thread."""
+    left = itertools.count(count - 1, -1)
+
+    def watch(event: str, args: tuple) -> None:
+        is_file = event in ("open", "os.rename", "os.mkdir", "os.remove", "os.rmdir") and str(output) in str(args[0])
+        if is_file and next(left) == 0:
+            die()
+
+    sys.addaudithook(watch)
+
+
+def fork(output: Path, place: str | None = None, count: int = 0, **changes) -> int:
     child = os.fork()
     if child == 0:
         try:
+            if place == "file":
+                die_at_file(output, count)
             train(output, place, count, **changes)
             os._exit(0)
         except BaseException as error:
             print(repr(error), file=sys.stderr)
             os._exit(1)
-    if seconds is not None:
-        time.sleep(seconds)
-        os.kill(child, signal.SIGKILL)
     _, status = os.waitpid(child, 0)
     return os.waitstatus_to_exitcode(status)
 
 
 if __name__ == "__main__":
-    torch.set_num_threads(1)
     output, seed = Path(sys.argv[1]), int(sys.argv[2])
     changes = {"async_save": sys.argv[3] == "async"}
     draw = random.Random(seed)
     for place in ("tensors", "state", "rename"):
         code = fork(output, place, draw.randint(1, 3), **changes)
         assert code == -signal.SIGKILL, (place, code)
-    kills = 0
     for _ in range(6):
-        code = fork(output, seconds=draw.uniform(0.1, 0.6), **changes)
-        if code == 0:
-            break
+        code = fork(output, "file", draw.randint(1, 40), **changes)
         assert code == -signal.SIGKILL, code
-        kills += 1
     assert fork(output, **changes) == 0
-    print("kills at random moments:", kills)

@@ -128,7 +128,6 @@ def train_hybrid(folder: str):
 
 
 if __name__ == "__main__":
-    torch.set_num_threads(1)
     check, meeting, result_file, arguments = sys.argv[1:]
     # Once, for all runs of a check. Ranks meet in a file: a port that is free now may be taken a moment later.
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])

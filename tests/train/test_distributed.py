@@ -24,7 +24,6 @@ from .small import SIZES, losses, small
 def alone(tmp_path_factory) -> Path:
     """The run of one process that all others are held to."""
     folder = tmp_path_factory.mktemp("alone")
-    torch.set_num_threads(1)
     loop.run(small(documents="reset"), folder)
     return folder
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import random
 import signal
 import subprocess
@@ -39,7 +38,6 @@ def test_killed_at_random_moments_and_while_saving_a_run_ends_the_same(saving, t
         capture_output=True,
         text=True,
         check=False,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
     assert done.returncode == 0, done.stderr[-3000:]
     assert numbers(tmp_path / "whole") == numbers(tmp_path / "killed")
