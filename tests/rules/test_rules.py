@@ -162,10 +162,28 @@ def test_an_unknown_rule_is_an_error_that_lists_the_near_ones():
         efla.rules.get("gated-elfa")
 
 
-def test_a_name_cannot_be_taken_twice():
-    class Impostor(type(rules.get("delta"))):
-        pass
-
+@pytest.mark.parametrize("taken", [{}, {"__qualname__": "Delta"}, {"__module__": "efla.rules.delta"}])
+def test_a_name_cannot_be_taken_twice(taken):
+    Impostor = type("Impostor", (type(rules.get("delta")),), taken)
     with pytest.raises(ValueError, match=r"'delta' is registered already \(Delta\(name='delta'\)\)"):
         rules.register(Impostor())
     assert type(rules.get("delta")).__name__ == "Delta"
+
+
+def test_a_class_that_is_defined_again_in_the_same_place_replaces_its_rule():
+    """As a notebook's cell does when it is run a second time."""
+    first, second = (notebook_cell() for _ in range(2))
+    assert type(first) is not type(second)
+    try:
+        assert rules.register(first) is first
+        assert rules.register(second) is rules.get("from_a_notebook") is second
+        assert rules.get(first) is first
+    finally:
+        rules._RULES.pop("from_a_notebook")
+
+
+def notebook_cell() -> UpdateRule:
+    class Mine(type(rules.get("delta"))):  # type: ignore[misc]
+        name = "from_a_notebook"
+
+    return Mine()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -148,10 +149,11 @@ class Bigram(nn.Module):
         super().__init__()
         generator = torch.Generator().manual_seed(0)
         self.weight = nn.Parameter(torch.randn(9, 9, generator=generator, dtype=torch.float64))
+        self.unused = nn.Parameter(torch.ones(2))
         self.calls: list[dict[str, Any]] = []
 
     def forward(self, input_ids: Tensor, num_items_in_batch: int, **options: Any) -> CausalLMOutputWithPast:
-        self.calls.append(options)
+        self.calls.append({"input_ids": input_ids, **options})
         logits = self.weight[input_ids]
         if "shift_labels" in options:
             labels = options["shift_labels"]
@@ -171,6 +173,48 @@ class HalfOfEachRow:
 
     def part(self, rows: Tensor) -> Tensor:
         return rows.chunk(2, 1)[self.rank]
+
+
+class Recording(Engine):
+    """An engine that keeps what it was asked for."""
+
+    def __init__(self, **fields: Any) -> None:
+        super().__init__(**{"device": torch.device("cpu"), **fields})
+        object.__setattr__(self, "asked", [])
+
+    def accumulating(self, model: nn.Module, *, is_last: bool) -> Any:
+        self.asked.append((model, is_last))
+        return super().accumulating(model, is_last=is_last)
+
+    def autocast(self, precision: str) -> Any:
+        self.asked.append(precision)
+        return nullcontext()
+
+
+def test_ranks_exchange_gradients_in_the_last_micro_batch_and_average_them():
+    """Two ranks with the same rows: twice the labels, and a gradient that their mean makes that of one rank again."""
+    rows, model = torch.randint(9, (3, 8), generator=torch.Generator().manual_seed(1)), Bigram()
+    alone = train_step(model, torch.optim.SGD(model.parameters()), rows.split(1), rate=0.0)
+    engine = Recording(world=2)
+    model.unused.grad = torch.ones(2)
+    ranked = train_step(model, torch.optim.SGD(model.parameters()), rows.split(1), rate=0.0, engine=engine)
+    assert engine.asked == [(model, False), "float32", (model, False), "float32", (model, True), "float32"]
+    assert ranked.loss == pytest.approx(alone.loss, rel=1e-12)
+    assert ranked.norm == pytest.approx(2 * alone.norm, rel=1e-9)  # summed here, where nothing takes the mean
+    assert model.unused.grad is None  # what an earlier batch left behind is not stepped along
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("sequence", [None, HalfOfEachRow(0)], ids=["whole rows", "parts"])
+def test_rows_and_labels_move_to_the_engines_device(sequence):
+    model = Bigram().to("meta")
+    engine = Recording(device=torch.device("meta"), sequence=sequence)
+    row_loss(model, torch.ones(3, 8, dtype=torch.long), 21, border=BORDER, engine=engine)
+    assert engine.asked == ["float32"]
+    (call,) = model.calls
+    moved = {name: value.device.type for name, value in call.items() if isinstance(value, Tensor)}
+    names = ["labels", "cu_seqlens"] if sequence is None else ["shift_labels"]
+    assert moved == dict.fromkeys(["input_ids", *names], "meta")
 
 
 @torch.no_grad()
