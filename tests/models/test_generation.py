@@ -142,14 +142,24 @@ def test_generation_stops_at_the_end_token_and_pads_the_rest():
     assert (stopped[0, 7 + first :] == 0).all()
 
 
-def test_a_model_with_a_memory_refuses_assisted_decoding_and_one_without_allows_it():
+ATTENTION = {"mixers": ["softmax"]}
+ASSISTED = {
+    "checks another's guesses": lambda fields, attention: (tiny_model(**fields), {"assistant_model": attention}),
+    "looks up the prompt": lambda fields, _: (tiny_model(**fields), {"prompt_lookup_num_tokens": 3}),
+    "guesses for another": lambda fields, attention: (attention, {"assistant_model": tiny_model(**fields)}),
+}
+
+
+@pytest.mark.parametrize("arrange", ASSISTED.values(), ids=ASSISTED)
+def test_a_model_with_a_memory_refuses_assisted_decoding_and_one_without_allows_it(arrange):
     # What was read into a memory cannot be taken out again, as a rejected guess must be.
-    stateful, attention = tiny_model(**HYBRID), tiny_model(mixers=["softmax"])
-    tokens = random_tokens(1, 5)
-    with pytest.raises(ValueError, match="stateful"):
-        generate(stateful, tokens, assistant_model=attention, **GREEDY)
-    assisted = generate(attention, tokens, assistant_model=tiny_model(seed=1, mixers=["softmax"]), **GREEDY)
-    assert torch.equal(assisted, generate(attention, tokens, **GREEDY))
+    tokens, attention = random_tokens(1, 3).repeat(1, 3), tiny_model(seed=1, **ATTENTION)
+    for fields, kinds in ((HYBRID, "efla"), (OTHERS["everything"], "gated_efla_log and mamba2 and rk4")):
+        model, options = arrange(fields, attention)
+        with pytest.raises(ValueError, match=rf"the memory of {kinds} layers cannot be rewound; generate without it"):
+            generate(model, tokens, **options, **GREEDY)
+    model, options = arrange(ATTENTION, attention)
+    assert torch.equal(generate(model, tokens, **options, **GREEDY), generate(model, tokens, **GREEDY))
 
 
 def test_generation_settings_travel_with_the_model(tmp_path):

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from transformers import initialization as init
 from transformers.cache_utils import Cache, DynamicCache
+from transformers.generation.configuration_utils import GenerationMode
 from transformers.generation.utils import GenerationMixin
 from transformers.masking_utils import create_causal_mask
 from transformers.modeling_layers import GenericForSequenceClassification, GradientCheckpointingLayer
@@ -329,6 +330,18 @@ class EflaForCausalLM(EflaPreTrainedModel, GenerationMixin):
             hidden_states=outputs.hidden_states,
             attentions=outputs.attentions,
         )
+
+    def _validate_generation_mode(self, generation_mode: Any, generation_config: Any, mode_kwargs: Any) -> None:
+        """Refuse to guess ahead with a memory, as the model that checks the guesses or as the one that makes them."""
+        is_assisted = generation_mode == GenerationMode.ASSISTED_GENERATION
+        if self._is_stateful and (is_assisted or generation_config.is_assistant):
+            kinds = sorted(set(cast(list[str], self.config.mixers)) - {"softmax"})
+            raise ValueError(
+                "assisted decoding (assistant_model, prompt_lookup_num_tokens) takes rejected tokens back, but the memory of "
+                f"{' and '.join(kinds)} layers cannot be rewound; generate without it, "
+                "or use a model whose mixers are all 'softmax', as the assistant too"
+            )
+        super()._validate_generation_mode(generation_mode, generation_config, mode_kwargs)  # type: ignore[misc]
 
     def _prefill(
         self, input_ids: Any, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
