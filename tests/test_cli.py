@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import subprocess
+import runpy
 import sys
 
 import pytest
@@ -48,9 +48,12 @@ def test_an_unknown_command_offers_the_nearest(capsys):
     assert "did you mean 'doctor'" in capsys.readouterr().err
 
 
-def test_module_and_command_are_the_same():
-    done = subprocess.run([sys.executable, "-m", "efla", "--version"], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == f"efla {efla.__version__}"
+def test_module_and_command_are_the_same(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["efla", "--version"])
+    with pytest.raises(SystemExit) as exit_info:
+        runpy.run_module("efla", run_name="__main__")  # python -m efla
+    assert exit_info.value.code == 0
+    assert capsys.readouterr().out.strip() == f"efla {efla.__version__}"
 
 
 def test_doctor_finds_every_backend_right(capsys):

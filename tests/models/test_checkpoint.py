@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -16,6 +14,7 @@ import efla  # noqa: F401
 from efla.models import EflaConfig, EflaForCausalLM, EflaForSequenceClassification, EflaModel
 from efla.models.registration import install
 
+from ..fresh import run_fresh
 from .tiny import ALL, MAIN, random_tokens, tiny_config, tiny_model
 
 install()
@@ -49,13 +48,12 @@ import sys, torch
 import efla.models.registration; efla.models.registration.install()
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
-torch.set_num_threads(1)
 model = AutoModelForCausalLM.from_pretrained(sys.argv[1] + "/model")
 with torch.no_grad():
     logits = model(load_file(sys.argv[1] + "/in.safetensors")["tokens"]).logits
 save_file({"logits": logits}, sys.argv[1] + "/out.safetensors")
 """
-    subprocess.run([sys.executable, "-c", code, tmp_path], check=True)
+    run_fresh(code, tmp_path).check_returncode()
     with torch.no_grad():
         assert torch.equal(load_file(tmp_path / "out.safetensors")["logits"], model(tokens).logits)
 
@@ -241,5 +239,5 @@ from transformers import AutoModelForCausalLM
 AutoModelForCausalLM.from_config(efla.presets.get("efla-tiny")).save_pretrained({str(tmp_path)!r})
 print(type(AutoModelForCausalLM.from_pretrained({str(tmp_path)!r})).__name__)
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip().endswith("EflaForCausalLM")
+    done = run_fresh(code)
+    assert done.stdout.strip().endswith("EflaForCausalLM"), done.stderr

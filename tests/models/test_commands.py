@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -17,6 +15,7 @@ from efla.commands.generate import generate
 from efla.commands.info import info
 from efla.models.text import ByteCodec, TimedStreamer
 
+from ..fresh import run_fresh
 from .tiny import HYBRID, tiny_model
 
 ROOT = Path(__file__).parents[2]
@@ -114,8 +113,7 @@ def test_the_first_run_of_the_docs_trains_saves_and_loads_in_a_new_process(tmp_p
     first, second = re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL)[:2]
     outputs = []
     for block in (first, second):
-        code = "import torch; torch.set_num_threads(1)\n" + block
-        result = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=False)
+        result = run_fresh(block, cwd=tmp_path)
         assert result.returncode == 0, result.stderr[-2000:]
         outputs.append(result.stdout)
     loss = float(re.search(r"loss ([\d.]+)", outputs[0]).group(1))

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
 import pytest
+
+from ..fresh import run_fresh
 
 # efla/__init__.py calls install() too; here it is called by name so that the test is about it.
 INSTALL = "import efla, efla.models.registration; efla.models.registration.install()\n"
@@ -31,8 +30,7 @@ MORE = {
 
 
 def run(code: str) -> None:
-    command = [sys.executable, "-W", "error::RuntimeWarning", "-c", code]
-    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    result = run_fresh("import warnings\nwarnings.simplefilter('error', RuntimeWarning)\n" + code)
     assert result.returncode == 0, result.stderr[-3000:]
 
 

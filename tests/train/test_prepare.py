@@ -10,8 +10,6 @@ import json
 import lzma
 import os
 import signal
-import subprocess
-import sys
 import tarfile
 from pathlib import Path
 
@@ -26,6 +24,8 @@ from efla.data.text.shards import INDEX, checksum, open_shards
 from efla.data.text.source import open_data, vocabulary_of
 from efla.data.text.tokenizers import ByteTokenizer, load_tokenizer, token_type
 from efla.experiments.framework.lock import take
+
+from ..fresh import run_fresh
 
 TEXTS = ["First document.", "Zweites: äöü 漢字 🙂", "third\nwith lines\n", "", "x" * 300]
 LINES = b"".join(json.dumps({"text": t, "id": n}).encode() + b"\n" for n, t in enumerate(TEXTS))
@@ -191,12 +191,12 @@ p.prepare(p.PrepareConfig(**{config!r}), Path({folder!r}))
 """
     kept = []
     filled = code.format(at=1, after=True, config=config, folder=str(tmp_path / "first"))
-    assert subprocess.run([sys.executable, "-c", filled], check=False).returncode == -signal.SIGKILL
+    assert run_fresh(filled).returncode == -signal.SIGKILL
     prepare(PrepareConfig(**config), tmp_path / "first")  # killed with the very first shard renamed and not noted
     assert shard_sums(tmp_path / "whole") == shard_sums(tmp_path / "first")
     for at, after in ((4, False), (6, True)):
         filled = code.format(at=at, after=after, config=config, folder=str(tmp_path / "killed"))
-        assert subprocess.run([sys.executable, "-c", filled], check=False).returncode == -signal.SIGKILL
+        assert run_fresh(filled).returncode == -signal.SIGKILL
         kept.append(len(json.loads((tmp_path / "killed" / "progress.json").read_text())["train"]))
     assert kept == [1, 3]  # a commit closes two shards; the first run died in its second, the next in its third
     prepare(PrepareConfig(**config), tmp_path / "killed")
