@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -18,7 +16,7 @@ from efla.experiments.framework.rows import read_rows
 from efla.experiments.smnist_robustness.options import Lr, Smnist
 from efla.experiments.smnist_robustness.run import SmnistRobustness
 
-from ..processes import LAST_RESORT
+from ..fresh import run_fresh
 
 
 def _cli(*arguments: str) -> object:
@@ -92,8 +90,6 @@ def test_an_unknown_experiment_offers_the_nearest() -> None:
 def test_the_example_of_the_documentation_runs(tmp_path: Path) -> None:
     page = (Path(__file__).parents[2] / "docs" / "experiments.md").read_text()
     (code,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=LAST_RESORT, check=False
-    )
+    done = run_fresh(code, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert [row["value"] for row in read_rows(tmp_path / "runs" / "square")] == [0, 1, 4]

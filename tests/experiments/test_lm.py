@@ -5,8 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import signal
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +30,8 @@ from efla.experiments.lm.run import IN_PROGRESS, LanguageModels
 from efla.experiments.lm.train import build, train
 from efla.layers import LinearAttention
 from efla.models.accounting import count_parameters
+
+from ..fresh import run_fresh
 
 QUIET = Console(quiet=True)
 
@@ -207,8 +207,7 @@ RowSampler.batch = killed_after_a_checkpoint
 run(LanguageModels(from_record(LmConfig, json.loads(sys.argv[1]))), folder, executor="inline")
 """
     folder = tmp_path / "killed"
-    child = [sys.executable, "-c", script, json.dumps(to_record(config)), str(folder)]
-    assert subprocess.run(child, stderr=subprocess.DEVNULL, check=False).returncode == -signal.SIGKILL
+    assert run_fresh(script, json.dumps(to_record(config)), folder).returncode == -signal.SIGKILL
     assert not (folder / "rows.jsonl").exists()
     (saved,) = (folder / IN_PROGRESS).glob("*/step-*")
     assert 0 < int(saved.name.removeprefix("step-")) < 60

@@ -18,6 +18,7 @@ from efla.experiments.framework.folder import CONFIG
 from efla.experiments.framework.records import from_record, to_record
 from efla.experiments.framework.rows import ROWS, read_rows
 
+from ..fresh import run_fresh
 from ..processes import LAST_RESORT, children, started, wait_until
 
 HERE = Path(__file__).parent
@@ -62,10 +63,14 @@ def test_a_second_run_does_only_what_is_missing(tmp_path: Path) -> None:
     assert again.ran == 0  # type: ignore[attr-defined]
 
 
-def test_worker_processes_write_the_same_rows_as_one_process(tmp_path: Path) -> None:
+def test_worker_processes_write_the_same_rows_as_one_process_and_one_that_dies_fails_its_own_cell_only(
+    tmp_path: Path,
+) -> None:
     _run(TinyConfig(), tmp_path / "inline")
-    _run(TinyConfig(), tmp_path / "workers", executor="process")
-    assert _stable_rows(tmp_path / "workers") == _stable_rows(tmp_path / "inline")
+    with pytest.raises(RuntimeError, match=r"(?s)1 of 6 cells failed.*killed by signal 9"):
+        _run(TinyConfig(dying=1), tmp_path / "workers", executor="process")
+    others = [row for row in _stable_rows(tmp_path / "inline") if row["seed"] != 1]
+    assert _stable_rows(tmp_path / "workers") == others
 
 
 def test_a_ray_cluster_writes_the_same_rows_as_one_process(tmp_path: Path) -> None:
@@ -88,12 +93,6 @@ def test_a_failing_cell_does_not_stop_the_others_and_is_run_again(tmp_path: Path
         _run(TinyConfig(bad=2), tmp_path)
     assert len({row["cell"] for row in read_rows(tmp_path)}) == 5
     assert _run(TinyConfig(), tmp_path).ran == 1  # type: ignore[attr-defined]
-
-
-def test_a_worker_that_dies_fails_its_own_cell_only(tmp_path: Path) -> None:
-    with pytest.raises(RuntimeError, match=r"(?s)1 of 4 cells failed.*killed by signal 9"):
-        _run(TinyConfig(cells=4, dying=1), tmp_path, executor="process")
-    assert {row["seed"] for row in read_rows(tmp_path)} == {0, 2, 3}
 
 
 def test_another_config_is_refused_and_nothing_is_changed(tmp_path: Path) -> None:
@@ -128,13 +127,11 @@ def test_an_unwritable_output_folder_is_a_clear_error(tmp_path: Path, where: str
 def test_a_disk_that_fills_up_stops_the_run_and_keeps_finished_cells(tmp_path: Path) -> None:
     """The limit on a file's size stands in for a small disk: the kernel refuses the write in the same place."""
     code = (
-        "import resource; from pathlib import Path; from tiny_experiment import *\n"
+        "import resource, sys; from pathlib import Path; sys.path.insert(0, sys.argv[1]); from tiny_experiment import *\n"
         "from efla.experiments.framework import run; resource.setrlimit(resource.RLIMIT_FSIZE, (3500, 3500))\n"
-        f"run(Tiny(TinyConfig(cells=40)), Path({str(tmp_path)!r}), executor='inline')"
+        "run(Tiny(TinyConfig(cells=40)), Path(sys.argv[2]), executor='inline')"
     )
-    full = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=LAST_RESORT, check=False
-    )
+    full = run_fresh(code, HERE, tmp_path)
     assert full.returncode != 0
     assert "the disk is full. Finished cells are safe" in full.stderr
     data = (tmp_path / ROWS).read_bytes()

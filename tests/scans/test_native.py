@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 import threading
 from dataclasses import replace
 
@@ -20,7 +17,7 @@ from efla.scans.backends import native
 from efla.scans.fused_ops import fused_op
 from efla.testing import make_inputs, run
 
-from ..processes import LAST_RESORT
+from ..fresh import run_fresh
 from .cases import RULES, assert_all_match
 
 pytestmark = pytest.mark.skipif(native.unavailable() is not None, reason=f"backend 'native' {native.unavailable()}")
@@ -143,31 +140,21 @@ if child == 0:
 _, status = os.waitpid(child, 0)
 sys.exit(os.waitstatus_to_exitcode(status))
 """
-    assert subprocess.run([sys.executable, "-c", code], timeout=LAST_RESORT).returncode == 0
-
-
-# The module by its file: an interpreter without torch starts a hundred times faster.
-ACTIVE_SIMD = """
-import importlib.util, sys
-spec = importlib.util.spec_from_file_location("efla._native", sys.argv[1])
-module = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(module)
-print(module.active_simd())
-"""
+    assert run_fresh(code).returncode == 0
 
 
 @pytest.mark.parametrize("level", LEVELS)
-def test_the_environment_forces_an_instruction_set(level):
-    command = [sys.executable, "-c", ACTIVE_SIMD, native._native.__file__]
-    environment = {**os.environ, "EFLA_SIMD": level}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == level
+def test_the_environment_forces_an_instruction_set(level, monkeypatch):
+    monkeypatch.setenv("EFLA_SIMD", level)
+    done = run_fresh("from efla.scans.backends import native; print(native._native.active_simd())")
+    assert done.stdout.strip() == level, done.stderr
 
 
-def test_an_unknown_instruction_set_is_an_error():
-    code = "import efla, torch; x = torch.rand(1, 3, 1, 4); efla.linear_attention(x, x, x, x[..., 0], backend='native')"
-    environment = {**os.environ, "EFLA_SIMD": "avx1024"}
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+def test_an_unknown_instruction_set_is_an_error(monkeypatch):
+    monkeypatch.setenv("EFLA_SIMD", "avx1024")
+    done = run_fresh(
+        "import efla, torch; x = torch.rand(1, 3, 1, 4); efla.linear_attention(x, x, x, x[..., 0], backend='native')"
+    )
     assert done.returncode != 0
     assert "avx1024" in done.stderr
     assert "baseline" in done.stderr
