@@ -1,14 +1,16 @@
-"""What runs in each rank: ``rank_checks.py CHECK MEETING_FILE RESULT_FILE ARGUMENTS``."""
+"""What runs in each rank: ``rank_checks.py CHECK MEETING_FILE ARGUMENTS RESULT_FILE...``, one result file for each rank."""
 
 from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
 from pathlib import Path
 
 import torch
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
 sys.path.insert(0, str(Path(__file__).parent))
 
 from small import small
@@ -17,6 +19,7 @@ from efla import EflaConfig, EflaForCausalLM
 from efla.train import loop
 from efla.train.engine import Engine
 from efla.train.step import num_labels, row_loss
+from processes import LAST_RESORT
 
 MIXERS = {
     "efla": {"rule": "efla"},
@@ -127,11 +130,29 @@ def train_hybrid(folder: str):
     return {}
 
 
-if __name__ == "__main__":
-    check, meeting, result_file, arguments = sys.argv[1:]
+def run_rank(rank: int, check: str, meeting: str, arguments: str, result_files: list[str]) -> int:
+    """Fork a rank that writes the result of its check, and give its process number."""
+    if pid := os.fork():
+        return pid
+    signal.alarm(LAST_RESORT)
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(len(result_files))}
     # Once, for all runs of a check. Ranks meet in a file: a port that is free now may be taken a moment later.
-    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    torch.distributed.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=world)
+    options = {"init_method": f"file://{meeting}", "rank": rank, "world_size": len(result_files)}
+    torch.distributed.init_process_group("gloo", **options)
     result = globals()[check](**json.loads(arguments))
-    Path(result_file).write_text(json.dumps(result))
+    Path(result_files[rank]).write_text(json.dumps(result))
     torch.distributed.destroy_process_group()
+    sys.exit()
+
+
+if __name__ == "__main__":
+    check, meeting, arguments, *result_files = sys.argv[2:]
+    # Forks of one process, which has imported everything once.
+    ranks = [run_rank(rank, check, meeting, arguments, result_files) for rank in range(len(result_files))]
+    while ranks:
+        pid, status = os.wait()
+        ranks.remove(pid)
+        if status:
+            for other in ranks:
+                os.kill(other, signal.SIGKILL)
+            sys.exit(f"a rank ended with exit code {os.waitstatus_to_exitcode(status)}")
