@@ -39,6 +39,8 @@ def two_ranks(tmp_path_factory) -> Path:
 @pytest.mark.parametrize("name", ["ddp", "ddp-async", "ddp-checkpointing", "fsdp", "fsdp-micro", "hsdp"])
 def test_two_ranks_have_the_losses_and_weights_of_one(name, alone, two_ranks):
     assert losses(two_ranks / name) == pytest.approx(losses(alone), abs=1e-5)
+    norms = [[r["norm"] for r in read_metrics(f) if r["event"] == "step"] for f in (two_ranks / name, alone)]
+    assert norms[0] == pytest.approx(norms[1], rel=1e-3)
     ours, theirs = (load_file(folder / "model" / "model.safetensors") for folder in (two_ranks / name, alone))
     assert ours.keys() == theirs.keys()
     for key in ours:
