@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import importlib.util
 import math
 import re
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
@@ -17,18 +15,11 @@ from efla.report import build, front
 from efla.report.build import sections_of
 from efla.report.sections import Section
 
+from ..experiments.test_lm import made_up as lm_rows
+from ..experiments.test_throughput import made_up as throughput_rows
 from .pages import numbers_are_finite
 
 pytest.importorskip("jinja2")
-
-
-def helper(name: str, file: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(name, Path(__file__).parents[1] / file)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def write(folder: Path, experiment: str, rows: list[dict]) -> Path:  # type: ignore[type-arg]
@@ -148,9 +139,7 @@ def test_the_page_of_claims_is_what_its_rows_say(monkeypatch: pytest.MonkeyPatch
 
 
 def test_the_page_has_language_models_throughput_and_the_front_table(tmp_path: Path) -> None:
-    lm = helper("lm_rows", "experiments/test_lm.py")
-    throughput = helper("throughput_rows", "experiments/test_throughput.py")
-    rows = lm.made_up({"exact-flow": [2.0, 2.01, 2.02], "delta-l2": [2.1, 2.11, 2.12], "mamba2": [2.2]})
+    rows = lm_rows({"exact-flow": [2.0, 2.01, 2.02], "delta-l2": [2.1, 2.11, 2.12], "mamba2": [2.2]})
     rows[0]["keys"] = {
         "quantiles": [0.5, 0.99, 1.0],
         "layers": [{"layer": 0, "lam": [1, 2, 3], "step_size": [0.1, 1, 2]}],
@@ -158,7 +147,7 @@ def test_the_page_has_language_models_throughput_and_the_front_table(tmp_path: P
     rows[1]["failed"] = True
     for row in rows:
         row["positions"] = {"ends": [64, 128], "bits": [2.5, 2.2], "standard_errors": [0.1, 0.1], "rows": 2}
-    timings = throughput.made_up({"delta-l2": [1.0] * 5, "exact-flow": [1.1] * 5})
+    timings = throughput_rows({"delta-l2": [1.0] * 5, "exact-flow": [1.1] * 5})
     folders = [write(tmp_path / "lm", "lm", rows), write(tmp_path / "t", "throughput", timings)]
     sections = build(folders, tmp_path / "report.html")
     page = (tmp_path / "report.html").read_text()
