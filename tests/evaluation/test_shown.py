@@ -1,0 +1,331 @@
+"""What a user of ``efla eval`` sees, character by character: tables, comparisons, curves, and lines as work goes on."""
+
+from __future__ import annotations
+
+import io
+import math
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from efla.evaluation.columns import ACCURACIES, CARRIED, COLUMNS, EXTRA_COLUMNS, Column
+from efla.evaluation.comparison import MEAN, compare, comparison_lines
+from efla.evaluation.items import Difference, read_items, write_items
+from efla.evaluation.long_context import show_length
+from efla.evaluation.plot import line_keys, plot_length, style
+from efla.evaluation.progress import Display, clock
+from efla.evaluation.run import items_path, safe, summary
+from efla.evaluation.table import markdown, result_table, terminal
+from efla.experiments.style import ARMS, RULES
+
+from .test_items_and_table import cell
+
+Row = dict[str, Any]
+
+
+def table_rows() -> list[Row]:
+    """Two models on the ten tasks, one of them on a task of its own, the other with its state carried."""
+    rows = []
+    for model, accuracy in (("one", 0.3), ("two", 0.41)):
+        for task in dict.fromkeys(column.task for column in COLUMNS):
+            metrics = {c.metric: accuracy if c.is_accuracy else 20 + 10 * accuracy for c in COLUMNS if c.task == task}
+            if task in ("wikitext", "lambada_openai"):
+                metrics["bits_per_byte"] = 1.25 + accuracy
+            rows.append(cell(model, task, **metrics))
+    rows[0]["num_items_in_set"] = 62
+    rows.append(cell("one", "gsm8k", exact_match=0.25))
+    rows.append(cell("two", CARRIED, word_perplexity=1234567.0, bits_per_byte=math.nan))
+    rows[-1]["standard_errors"]["bits_per_byte"] = math.nan
+    return rows
+
+
+TABLE = """\
+|  | chance | one | two | paper: DeltaNet 1.3B | paper: EFLA 1.3B |
+| --- | ---: | ---: | ---: | ---: | ---: |
+| Wiki. ppl |  | **23.00 ± 0.01** | 24.10 ± 0.01 | 18.38 | 18.30 |
+| LMB. ppl |  | **23.00 ± 0.01** | 24.10 ± 0.01 | 17.29 | 16.54 |
+| LMB. acc | 0.0 | 30.0 ± 1.0 | **41.0 ± 1.0** | 41.8 | 43.2 |
+| PIQA | 50.0 | 30.0 ± 1.0 | **41.0 ± 1.0** | 69.2 | 68.9 |
+| Hella. | 25.0 | 30.0 ± 1.0 | **41.0 ± 1.0** | 44.5 | 44.5 |
+| Wino. | 50.0 | 30.0 ± 1.0 | **41.0 ± 1.0** | 49.3 | 52.1 |
+| ARC-e | 25.0 | 30.0 ± 1.0 | **41.0 ± 1.0** | 52.5 | 54.4 |
+| ARC-c | 25.0 | 30.0 ± 1.0 | **41.0 ± 1.0** | 26.4 | 26.4 |
+| BoolQ | 62.2 | 30.0 ± 1.0 | **41.0 ± 1.0** | 58.1 | 60.4 |
+| OBQA | 25.0 | 30.0 ± 1.0 | **41.0 ± 1.0** | 29.8 | 31.6 |
+| SciQ | 25.0 | 30.0 ± 1.0 | **41.0 ± 1.0** | 82.6 | 84.2 |
+| mean of the 9 | 31.9 | 30.00 ± 0.33 | **41.00 ± 0.33** | 50.47 | 51.74 |
+| average as printed |  |  |  | 50.5 | 51.8 |
+| Wiki. bits/byte |  | **1.550 ± 0.010** | 1.660 ± 0.010 |  |  |
+| Wiki. ppl, state carried |  | – | 1.23e+06 ± 0.01 |  |  |
+| Wiki. bits/byte, state carried |  | – | not finite |  |  |
+| LMB. bits/byte |  | **1.550 ± 0.010** | 1.660 ± 0.010 |  |  |
+| gsm8k exact_match |  | 0.25 ± 0.01 | – |  |  |
+
+± is one standard error over the items of a set; it knows nothing of seeds.
+Only the first items were scored of: wikitext.
+The paper's models were trained on 8B (340M) and 50B (1.3B) tokens of SlimPajama: compare sizes and data before numbers. \
+The mean is recomputed; DeltaNet 340M is printed as 42.2 but its row's mean is 43.11."""  # noqa: RUF001
+
+
+def test_the_whole_table_as_it_is_written():
+    assert markdown(result_table(table_rows(), "1.3B")) == TABLE
+
+
+def test_the_table_on_a_terminal_has_the_same_cells():
+    table = result_table(table_rows(), "1.3B")
+    shown = terminal(table)
+    assert shown.title == "lm-evaluation-harness, zero-shot"
+    assert shown.caption == "\n".join(table.notes)
+    headings = ["", "chance", "one", "two", "paper:\nDeltaNet\n1.3B", "paper:\nEFLA\n1.3B"]
+    assert [str(column.header) for column in shown.columns] == headings
+    assert [column.justify for column in shown.columns] == ["left", *["right"] * 5]
+    for index, column in enumerate(shown.columns):
+        assert [(text.plain, text.style == "bold") for text in column.cells] == [
+            (line[index].text, line[index].is_best) for line in table.lines
+        ]
+
+
+@pytest.mark.parametrize(
+    ("accuracy", "error", "near"),
+    [(0.27, 0.01, True), (0.2699, 0.00994, False), (0.23, 0.01, True), (0.3, 0.01, False)],
+)
+def test_a_note_counts_accuracies_within_two_standard_errors_of_chance(accuracy, error, near):
+    rows = [cell("m", "sciq", acc=accuracy), cell("m", "lambada_openai", acc=0.0, perplexity=9.0, bits_per_byte=1.0)]
+    rows[0]["standard_errors"]["acc"] = error
+    rows.append(cell("n", "sciq", acc=0.25))
+    rows[-1]["standard_errors"]["acc"] = math.nan  # of one item: not judged
+    notes = result_table(rows, "none").notes
+    assert notes[1:] == (
+        ["1 of the 1 multiple-choice accuracies lie within two standard errors of chance."] if near else []
+    )
+
+
+def test_a_comparison_in_words():
+    wiki, piqa, bits = COLUMNS[0], COLUMNS[3], EXTRA_COLUMNS[0]
+    found = [
+        (wiki, Difference(20.0, 18.5, -2.0, -1.0, 0.0004, 1234)),
+        (piqa, Difference(50.0, 47.0, -4.0, -2.0, 0.001, 10)),
+        (piqa, Difference(50.0, 53.0, 2.0, 4.0, 0.004, 10)),
+        (piqa, Difference(50.0, 51.0, -1.0, 3.0, 0.5, 10)),
+        (bits, Difference(1.25, 1.0, -0.5, 0.25, 0.2, 3)),
+        (wiki, Difference(1e6, 4e6, 1e6, 3e6, 0.0, 3)),
+        (wiki, Difference(math.inf, 4e6, 1e6, 3e6, 0.0, 3000)),
+    ]
+    headings, lines = comparison_lines("a", "b", found)
+    assert headings == ["", "items", "A: a", "B: b", "B - A", "95 % interval", "p", "verdict"]
+    assert lines == [
+        ["Wiki. ppl", "1,234", "20.00", "18.50", "-1.50", "-2.00 to -1.00", "< 0.001", "B better"],
+        ["PIQA", "10", "50.00", "47.00", "-3.00", "-4.00 to -2.00", "0.001", "A better"],
+        ["PIQA", "10", "50.00", "53.00", "+3.00", "+2.00 to +4.00", "0.004", "B better"],
+        ["PIQA", "10", "50.00", "51.00", "+1.00", "-1.00 to +3.00", "0.500", "no clear difference"],
+        ["Wiki. bits/byte", "3", "1.250", "1.000", "-0.250", "-0.500 to +0.250", "0.200", "no clear difference"],
+        ["Wiki. ppl", "3", "1e+06", "4e+06", "+3e+06", "+1e+06 to +3e+06", "< 0.001", "A better"],
+        ["Wiki. ppl", "3000", "inf", "4e+06", "", "", "", "not finite"],
+    ]
+
+
+def write_model(output: Path, model: str, right: int, tasks: list[str], doc_hash: str = "x") -> list[Row]:
+    """Ten items of each task, the first ``right`` of them right; WikiText's have -2 nats a word."""
+    for task in tasks:
+        about = [{"doc_id": i, "doc_hash": doc_hash, "words": 2, "bytes": 8} for i in range(10)]
+        values = [{"acc": i < right, "acc_norm": i < right, "log_prob": -4.0 - 0.1 * right} for i in range(10)]
+        write_items(items_path(output, model, task), [a | v for a, v in zip(about, values, strict=True)])
+    return [{"row": "cell", "model": model, "task": task} for task in tasks]
+
+
+def test_a_comparison_pairs_what_both_have_and_needs_all_nine_for_the_mean(tmp_path):
+    nine = list(dict.fromkeys(column.task for column in ACCURACIES))
+    rows = write_model(tmp_path, "a", 4, ["wikitext", *nine]) + write_model(tmp_path, "b", 6, ["wikitext", *nine])
+    found = {column.title: difference for column, difference in compare(rows, tmp_path, "a", "b", times=300)}
+    assert list(found) == [*(c.title for c in (*COLUMNS, *EXTRA_COLUMNS) if c.task != CARRIED), MEAN.title]
+    assert (found["PIQA"].a, found["PIQA"].b, found["PIQA"].num_items) == pytest.approx((40, 60, 10))
+    assert (found[MEAN.title].a, found[MEAN.title].b, found[MEAN.title].num_items) == pytest.approx((40, 60, 90))
+    assert 0 <= found["PIQA"].low < 20 < found["PIQA"].high <= 60
+    assert 10 < found[MEAN.title].low < 20 < found[MEAN.title].high < 30, "nine tasks are narrower than one"
+    assert found["Wiki. ppl"].a == pytest.approx(math.exp(2.2))
+    assert found["Wiki. bits/byte"].b == pytest.approx(4.6 / 8 / math.log(2))
+    fewer = [row for row in rows if (row["model"], row["task"]) != ("b", "sciq")]
+    assert {"SciQ", MEAN.title}.isdisjoint(c.title for c, _ in compare(fewer, tmp_path, "a", "b", times=10))
+    with pytest.raises(ValueError, match=r"'a' and 'c' have no task of the paper in common"):
+        compare(rows, tmp_path, "a", "c")
+    other = write_model(tmp_path, "d", 6, ["piqa"], doc_hash="y")
+    with pytest.raises(ValueError, match="about different items"):
+        compare([*rows, *other], tmp_path, "a", "d")
+    with pytest.raises(FileNotFoundError, match=r"gone\.jsonl is missing: .*evaluate it again"):
+        read_items(tmp_path / "gone.jsonl")
+
+
+def length_rows() -> list[Row]:
+    """Bits at three positions and recall of two numbers of pairs at two lengths, of two models of the same mixer."""
+    rows: list[Row] = []
+    for model, shift in (("ours", 0.0), ("theirs", 0.5)):
+        about = {"model": model, "cell": model}
+        for start, end in ((1, 64), (65, 128), (129, 1024)):
+            bits = 2.0 + shift - end / 1024
+            rows.append({**about, "row": "position", "start": start, "end": end, "bits_per_byte": bits,
+                         "bits_per_token": 2 * bits, "standard_error": 0.25})  # fmt: skip
+        for pairs, length in ((2, 16), (4, 16), (2, 1024), (4, 1024)):
+            if (model, pairs, length) != ("theirs", 4, 1024):
+                rows.append({**about, "row": "recall", "num_pairs": pairs, "length": length, "chance": 1 / pairs,
+                             "among_values": 0.5 + shift / 10, "among_values_error": 0.05})  # fmt: skip
+        rows.append({**about, "row": "cell", "mixers": "efla x 2"})
+    return rows
+
+
+SHOWN = """\
+bits per byte by position, state carried
+position ours theirs
+1 to 64 1.938 2.438
+65 to 128 1.875 2.375
+129 to 1,024 1.000 1.500
+recall among the sequence's values, percent
+pairs length chance ours theirs
+2 16 50.0 50.0 55.0
+4 16 25.0 50.0 55.0
+2 1,024 50.0 50.0 55.0
+4 1,024 25.0 50.0 –"""  # noqa: RUF001
+
+
+def test_long_contexts_are_shown_as_two_tables(tmp_path, monkeypatch):
+    monkeypatch.setattr("efla.evaluation.plot.plot_length", lambda rows, output: [output / "a.svg"])
+    out = io.StringIO()
+    show_length(length_rows(), tmp_path, Console(file=out, width=100))
+    words = re.sub("[─-╿]", " ", out.getvalue()).split()  # without the lines of the tables
+    assert words == [*SHOWN.split(), "figure:", str(tmp_path / "a.svg")]
+    out = io.StringIO()
+    show_length([row for row in length_rows() if row["row"] == "cell"], tmp_path, Console(file=out))
+    assert out.getvalue().split() == ["figure:", str(tmp_path / "a.svg")]
+
+
+def test_a_model_has_its_mixers_colour_where_it_is_free():
+    rows = [{"row": "cell", "model": name, "mixers": mixers} for name, mixers in (
+        ("a", "efla x 2"), ("b", "softmax x 2"), ("c", "efla x 4"), ("d", "llama"), ("e", "mamba2 x 1"))]  # fmt: skip
+    keys = line_keys([{"row": "position", "model": "f"}, *rows])
+    assert list(keys) == list("abcde")
+    assert (keys["a"], keys["b"], keys["e"]) == ("efla", "attention", "mamba2")
+    assert len(set(keys.values())) == 5
+    for key in keys.values():
+        line = {**ARMS, **RULES}[key]
+        assert style(key) == (line.color, line.dash, line.width)
+    many = line_keys([{"row": "cell", "model": str(i), "mixers": "llama"} for i in range(20)])
+    assert len(set(many.values())) == 7, "colours come round again"
+
+
+def test_figures_hold_the_numbers_of_the_rows(tmp_path, monkeypatch):
+    pytest.importorskip("matplotlib")
+    figures: dict[str, Any] = {}
+
+    def keep(figure: Any, folder: Path, name: str) -> list[Path]:
+        figures[name] = [read_axes(axes) for axes in figure.axes]
+        return [folder / f"{name}.svg"]
+
+    monkeypatch.setattr("efla.evaluation.plot.save", keep)
+    files = plot_length(length_rows(), tmp_path)
+    assert [str(file.relative_to(tmp_path)) for file in files] == [
+        "figures/bits_by_position.svg", "figures/recall_by_pairs.svg", "figures/recall_by_length.svg",
+    ]  # fmt: skip
+    (curve,) = figures["bits_by_position"]
+    assert curve["labels"] == ("Loss by position, state carried", "position (end of the bucket)", "bits per byte")
+    assert curve["ticks"] == ["64", "128", "1,024"] and curve["scale"] == "log"
+    assert curve["legend"] == ["ours", "theirs"]
+    x = (64, 128, 1024)
+    assert curve["lines"]["ours"] == [(e, pytest.approx(2 - e / 1024)) for e in x]
+    assert curve["lines"]["theirs"] == [(e, pytest.approx(2.5 - e / 1024)) for e in x]
+    # The error is in bits per token, of which a byte has half as many.
+    assert curve["bands"][0] == [(e, pytest.approx(1.875 - e / 1024), pytest.approx(2.125 - e / 1024)) for e in x]
+    by_pairs = figures["recall_by_pairs"]
+    assert [axes["labels"] for axes in by_pairs] == [
+        ("length 16", "pairs", "recall among the values, %"), ("length 1,024", "pairs", ""),
+    ]  # fmt: skip
+    assert by_pairs[0]["lines"]["chance"] == [(2, 50), (4, 25)]
+    assert by_pairs[0]["lines"]["theirs"] == [(2, pytest.approx(55)), (4, pytest.approx(55))]
+    assert by_pairs[1]["lines"]["theirs"] == [(2, pytest.approx(55))]
+    near = pytest.approx
+    assert by_pairs[0]["errors"] == [[(n, near(mean - 5), near(mean + 5)) for n in (2, 4)] for mean in (50, 55)]
+    assert by_pairs[0]["range"] == (0, 102)
+    assert (by_pairs[0]["legend"], set(by_pairs[1]["legend"])) == ([], {"ours", "theirs", "chance"})
+    assert [axes["labels"][:2] for axes in figures["recall_by_length"]] == [
+        ("2 pairs", "length"),
+        ("4 pairs", "length"),
+    ]
+    assert figures["recall_by_length"][0]["lines"]["ours"] == [(16, 50), (1024, 50)]
+    assert plot_length([row for row in length_rows() if row["row"] == "cell"], tmp_path) == []
+
+
+def read_axes(axes: Any) -> dict[str, Any]:
+    """What a reader takes from a panel."""
+    legend = axes.get_legend()
+    bands, errors = [], []
+    for collection in axes.collections:
+        if type(collection).__name__ == "LineCollection":
+            errors.append([(a[0], a[1], b[1]) for a, b in collection.get_segments()])
+        else:
+            points: dict[float, list[float]] = {}
+            for x, y in collection.get_paths()[0].vertices:
+                points.setdefault(float(x), []).append(float(y))
+            bands.append([(x, min(ys), max(ys)) for x, ys in sorted(points.items())])
+    lines = {line.get_label(): [(x, y) for x, y in line.get_xydata().tolist()] for line in axes.lines}
+    for container in axes.containers:
+        lines[container.get_label()] = [(x, y) for x, y in container.lines[0].get_xydata().tolist()]
+    return {
+        "labels": (axes.get_title(loc="left") or axes.get_title(), axes.get_xlabel(), axes.get_ylabel()),
+        "ticks": [label.get_text() for label in axes.get_xticklabels()],
+        "scale": axes.get_xscale(),
+        "range": axes.get_ylim(),
+        "legend": [] if legend is None else [text.get_text() for text in legend.get_texts()],
+        "lines": lines,
+        "bands": bands,
+        "errors": errors,
+    }
+
+
+def test_lines_say_how_far_the_work_is():
+    out = io.StringIO()
+    display = Display(Console(file=out, width=20), 3)
+    display.begin(5)  # outside of a piece of work nothing is counted
+    display.advance(2)
+    with display.work("a/[b]") as same:
+        assert same is display
+    display.finished("a/[b]", "acc 0.5", 1.25)
+    display.finished("c", "", None)
+    display.finished("d", "x", 125.0)
+    assert out.getvalue().splitlines() == [
+        "1/3  a/[b]  acc 0.5  1.2s",
+        "2/3  c    from an earlier run",
+        "3/3  d  x  2min 05s",
+    ]
+    assert [clock(59.4), clock(59.6), clock(60), clock(3599)] == ["59.4s", "1min 00s", "1min 00s", "59min 59s"]
+
+
+def test_a_bar_on_a_terminal_counts_requests():
+    out = io.StringIO()
+    display = Display(Console(file=out, force_terminal=True, width=100), 1)
+    with display.work("model/[task]"):
+        display.begin(40)
+        display.advance(4)
+        display.advance(6)
+        bars = display._bars
+        assert bars is not None
+        (task,) = bars.tasks
+        assert (task.description, task.total, task.completed, bars.disable) == ("model/[task]", 40, 10, False)
+        bars.refresh()
+    assert "model/[task]" in out.getvalue()
+    assert "10/40" in out.getvalue()
+    assert display._bars is None
+    quiet = Display(Console(file=io.StringIO()), 1)
+    with quiet.work("x"):
+        assert quiet._bars is not None and quiet._bars.disable
+
+
+def test_names_become_file_names_and_rows_a_line(tmp_path):
+    assert [safe("org/model v2"), safe("..."), safe(".a-b_c.")] == ["org__model__v2", "model", "a-b_c"]
+    assert items_path(tmp_path, "a/b", "c d") == tmp_path / "items" / "a__b" / "c__d.jsonl"
+    assert summary({"metrics": {"acc": 0.123456, "ppl": 1234567}}) == "acc 0.1235  ppl 1.235e+06"
+
+
+def test_the_mean_has_a_column_of_its_own():
+    assert isinstance(MEAN, Column)
+    assert (MEAN.unit, MEAN.lower_is_better) == (100.0, False)
