@@ -1,162 +1,283 @@
-// Python bindings: efla._native.
-//
-// Addresses and sizes are plain integers, so a call costs a microsecond or two; the Python side checks shapes and
-// keeps the tensors alive. Strides are in elements, the last dimension of q, k, v, o is contiguous.
+// Python bindings: efla._native. Tensors come in as they are; tensors.h checks what the kernels are going to touch.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
-#include "eager.h"
+#include <cmath>
+
 #include "rows.h"
 #include "runtime.h"
 #include "scan.h"
+#include "tensors.h"
 
 namespace nb = nanobind;
+using efla::Dtype;
 using efla::Problem;
-using efla::Strided;
+using efla::Rule;
+using efla::Tensor;
 
 namespace {
 
-template <class T = void> T* pointer(uintptr_t address) { return reinterpret_cast<T*>(address); }
+// Sums, states and scalars of half-precision tensors are float32.
+Dtype compute_type(Dtype dtype) { return dtype == Dtype::float64 ? Dtype::float64 : Dtype::float32; }
 
-Strided strided(uintptr_t address, int64_t b, int64_t t, int64_t h) { return {pointer(address), b, t, h}; }
-
-Problem common(int dtype, int rule, bool l2norm, double scale, const Strided& q, const Strided& k, const Strided& v,
-               const Strided& c0, const Strided& c1, const Strided& c2, uintptr_t initial_state, uintptr_t border_states,
-               uintptr_t cu_seqlens, int64_t B, int64_t T, int64_t N, int64_t Hk, int64_t Hv, int K, int V, int threads) {
-  Problem p;
-  p.dtype = efla::Dtype(dtype);
-  p.rule = efla::Rule(rule);
-  p.l2norm = l2norm;
-  p.scale = scale;
-  p.q = q, p.k = k, p.v = v;
-  p.log_decay = c0, p.erase = c1, p.write = c2;
-  p.initial_state = pointer(initial_state);
-  p.border_states = pointer(border_states);
-  p.cu_seqlens = pointer<const int64_t>(cu_seqlens);
-  p.batch = B, p.tokens = T, p.sequences = N, p.key_heads = Hk, p.value_heads = Hv;
-  p.K = K, p.V = V, p.threads = threads;
-  return p;
+void check(bool condition, const char* message) {
+  if (!condition) throw nb::value_error(message);
 }
 
-// dtype: 0 float32, 1 bfloat16, 2 float16, 3 float64. rule: -1 raw, else the order of efla::Rule.
-// c0, c1, c2: raw: log_decay, erase, write. Rule: log_gate, beta, unused. Address 0: absent.
-unsigned forward(int dtype, int rule, bool l2norm, double scale,                                          //
-                 uintptr_t q, int64_t q_b, int64_t q_t, int64_t q_h,                                      //
-                 uintptr_t k, int64_t k_b, int64_t k_t, int64_t k_h,                                      //
-                 uintptr_t v, int64_t v_b, int64_t v_t, int64_t v_h,                                      //
-                 uintptr_t o, int64_t o_b, int64_t o_t, int64_t o_h,                                      //
-                 uintptr_t c0, int64_t c0_b, int64_t c0_t, int64_t c0_h,                                  //
-                 uintptr_t c1, int64_t c1_b, int64_t c1_t, int64_t c1_h,                                  //
-                 uintptr_t c2, int64_t c2_b, int64_t c2_t, int64_t c2_h,                                  //
-                 uintptr_t initial_state, uintptr_t final_state, uintptr_t border_states, uintptr_t cu_seqlens,  //
-                 int64_t B, int64_t T, int64_t N, int64_t Hk, int64_t Hv, int K, int V, int threads) {
-  Problem p = common(dtype, rule, l2norm, scale, strided(q, q_b, q_t, q_h), strided(k, k_b, k_t, k_h),
-                     strided(v, v_b, v_t, v_h), strided(c0, c0_b, c0_t, c0_h), strided(c1, c1_b, c1_t, c1_h),
-                     strided(c2, c2_b, c2_t, c2_h), initial_state, border_states, cu_seqlens, B, T, N, Hk, Hv, K, V, threads);
-  p.o = strided(o, o_b, o_t, o_h);
-  p.final_state = pointer(final_state);
+struct ScanInputs {
+  Tensor q, k, v, log_decay, erase, write, initial_state, cu_seqlens;
+
+  // c0, c1, c2: log_decay, erase, write, or with a rule: log_gate, beta, None.
+  ScanInputs(nb::handle q, nb::handle k, nb::handle v, nb::handle c0, nb::handle c1, nb::handle c2, nb::handle initial_state,
+             nb::handle cu_seqlens)
+      : q(q, "q"), k(k, "k"), v(v, "v"), log_decay(c0, "log_decay"), erase(c1, "erase"), write(c2, "write"),
+        initial_state(initial_state, "initial_state"), cu_seqlens(cu_seqlens, "cu_seqlens") {}
+
+  Problem problem(int rule, bool l2norm, double scale, int threads) const {
+    Problem p;
+    p.rule = Rule(rule), p.l2norm = l2norm, p.scale = scale, p.threads = threads;
+    check(rule >= int(Rule::raw) && rule < efla::kRuleCount, "unknown rule id");
+    check(rule != int(Rule::raw) || write, "write must be a torch.Tensor, got None");
+    p.dtype = k.dimensions(4).dtype();
+    p.batch = k.size(0), p.tokens = k.size(1), p.key_heads = k.size(2), p.value_heads = v.dimensions(4).size(2);
+    check(k.size(3) <= efla::kMaxWidth && v.size(3) <= efla::kMaxWidth, "K and V must be between 1 and 256");
+    p.K = int(k.size(3)), p.V = int(v.size(3));
+    p.sequences = cu_seqlens ? cu_seqlens.dimensions(1).size(0) - 1 : p.batch;
+    check(p.sequences >= 0, "cu_seqlens must not be empty");
+    p.q = q.dimensions(4).rows({p.batch, p.tokens, p.key_heads, p.K}, p.dtype);
+    p.k = k.rows({p.batch, p.tokens, p.key_heads, p.K}, p.dtype);
+    p.v = v.rows({p.batch, p.tokens, p.value_heads, p.V}, p.dtype);
+    p.log_decay = log_decay.scalars({p.batch, p.tokens, p.value_heads}, compute_type(p.dtype));
+    p.erase = erase.scalars({p.batch, p.tokens, p.value_heads}, compute_type(p.dtype));
+    p.write = write.scalars({p.batch, p.tokens, p.value_heads}, compute_type(p.dtype));
+    p.initial_state = initial_state.dense({p.sequences, p.value_heads, p.K, p.V}, compute_type(p.dtype));
+    p.cu_seqlens = cu_seqlens.integers(p.sequences + 1);
+    return p;
+  }
+};
+
+int64_t border_count(const Problem& p) {
+  efla::validate(p);
+  return efla::border_size(p.cu_seqlens, p.sequences, p.tokens, p.value_heads, p.K, p.V);
+}
+
+unsigned forward(nb::handle q, nb::handle k, nb::handle v, nb::handle c0, nb::handle c1, nb::handle c2, nb::handle initial_state,
+                 nb::handle cu_seqlens, nb::handle o, nb::handle final_state, nb::handle border_states, int rule, bool l2norm,
+                 double scale, bool in_place, bool check_domain, int threads) {
+  const ScanInputs inputs(q, k, v, c0, c1, c2, initial_state, cu_seqlens);
+  const Tensor to(o, "o"), tf(final_state, "final_state"), tb(border_states, "border_states");
+  Problem p = inputs.problem(rule, l2norm, scale, threads);
+  p.check_domain = check_domain;
+  p.o = to.dimensions(4).rows({p.batch, p.tokens, p.value_heads, p.V}, p.dtype);
+  const Dtype compute = compute_type(p.dtype);
+  p.final_state = in_place ? inputs.initial_state.writable({p.sequences, p.value_heads, p.K, p.V}, compute)
+                           : tf.dense({p.sequences, p.value_heads, p.K, p.V}, compute);
+  if (tb) p.border_states = tb.dense({border_count(p)}, compute);
   nb::gil_scoped_release release;
   return efla::run_forward(p);
 }
 
-// Outputs are dense: dq, dk [B,T,Hk,K], dv [B,T,Hv,V], d_c0, d_c1, d_c2 [B,T,Hv] (0: not wanted; in rule mode the
-// gradients of log_gate and beta), d_initial_state [N,Hv,K,V].
-unsigned backward(int dtype, int rule, bool l2norm, double scale,                                         //
-                  uintptr_t q, int64_t q_b, int64_t q_t, int64_t q_h,                                     //
-                  uintptr_t k, int64_t k_b, int64_t k_t, int64_t k_h,                                     //
-                  uintptr_t v, int64_t v_b, int64_t v_t, int64_t v_h,                                     //
-                  uintptr_t d_o, int64_t o_b, int64_t o_t, int64_t o_h,                                   //
-                  uintptr_t c0, int64_t c0_b, int64_t c0_t, int64_t c0_h,                                 //
-                  uintptr_t c1, int64_t c1_b, int64_t c1_t, int64_t c1_h,                                 //
-                  uintptr_t c2, int64_t c2_b, int64_t c2_t, int64_t c2_h,                                 //
-                  uintptr_t initial_state, uintptr_t d_final_state, uintptr_t border_states, uintptr_t cu_seqlens,  //
-                  uintptr_t dq, uintptr_t dk, uintptr_t dv, uintptr_t d_c0, uintptr_t d_c1, uintptr_t d_c2,  //
-                  uintptr_t d_initial_state,                                                              //
-                  int64_t B, int64_t T, int64_t N, int64_t Hk, int64_t Hv, int K, int V, int threads) {
-  Problem p = common(dtype, rule, l2norm, scale, strided(q, q_b, q_t, q_h), strided(k, k_b, k_t, k_h),
-                     strided(v, v_b, v_t, v_h), strided(c0, c0_b, c0_t, c0_h), strided(c1, c1_b, c1_t, c1_h),
-                     strided(c2, c2_b, c2_t, c2_h), initial_state, border_states, cu_seqlens, B, T, N, Hk, Hv, K, V, threads);
-  p.d_o = strided(d_o, o_b, o_t, o_h);
-  p.d_final_state = pointer(d_final_state);
-  p.dq = pointer(dq), p.dk = pointer(dk), p.dv = pointer(dv);
-  p.d_log_decay = pointer(d_c0), p.d_erase = pointer(d_c1), p.d_write = pointer(d_c2);
-  p.d_initial_state = pointer(d_initial_state);
+// Gradients of what is None are not wanted.
+unsigned backward(nb::handle q, nb::handle k, nb::handle v, nb::handle c0, nb::handle c1, nb::handle c2, nb::handle initial_state,
+                  nb::handle cu_seqlens, nb::handle border_states, nb::handle d_o, nb::handle d_final_state, nb::handle dq,
+                  nb::handle dk, nb::handle dv, nb::handle d_c0, nb::handle d_c1, nb::handle d_c2, nb::handle d_initial_state,
+                  int rule, bool l2norm, double scale, int threads) {
+  const ScanInputs inputs(q, k, v, c0, c1, c2, initial_state, cu_seqlens);
+  const Tensor tb(border_states, "border_states"), to(d_o, "grad of o"), tf(d_final_state, "grad of final_state");
+  const Tensor tq(dq, "dq"), tk(dk, "dk"), tv(dv, "dv"), ti(d_initial_state, "d_initial_state");
+  const Tensor t0(d_c0, "d_log_decay"), t1(d_c1, "d_erase"), t2(d_c2, "d_write");
+  Problem p = inputs.problem(rule, l2norm, scale, threads);
+  const Dtype compute = compute_type(p.dtype);
+  p.border_states = tb.dimensions(1).dense({border_count(p)}, compute);
+  p.d_o = to.dimensions(4).rows({p.batch, p.tokens, p.value_heads, p.V}, p.dtype);
+  p.d_final_state = tf.dense({p.sequences, p.value_heads, p.K, p.V}, compute);
+  p.dq = tq.dimensions(4).dense({p.batch, p.tokens, p.key_heads, p.K}, p.dtype);
+  p.dk = tk.dimensions(4).dense({p.batch, p.tokens, p.key_heads, p.K}, p.dtype);
+  p.dv = tv.dimensions(4).dense({p.batch, p.tokens, p.value_heads, p.V}, p.dtype);
+  p.d_log_decay = t0.dense({p.batch, p.tokens, p.value_heads}, compute);
+  p.d_erase = t1.dense({p.batch, p.tokens, p.value_heads}, compute);
+  p.d_write = t2.dense({p.batch, p.tokens, p.value_heads}, compute);
+  p.d_initial_state = ti.dense({p.sequences, p.value_heads, p.K, p.V}, compute);
   nb::gil_scoped_release release;
   return efla::run_backward(p);
 }
 
-efla::NormProblem norm_problem(int dtype, uintptr_t x, uintptr_t weight, int64_t rows, int width, double factor, double eps) {
-  efla::NormProblem p;
-  p.dtype = efla::Dtype(dtype);
-  p.x = pointer(x), p.weight = pointer(weight);
-  p.rows = rows, p.width = width, p.factor = factor, p.eps = eps;
-  return p;
+// The names of the rules in the order of efla::Rule.
+PyObject* rule_codes = nullptr;
+
+// One call from tensors to tensors, for inference without autograd, tracing or packing. Returns (o, final_state or None), or
+// None if the call is not plain enough: the caller then takes the general path, which also explains what is wrong with bad input.
+nb::object attend(nb::handle q, nb::handle k, nb::handle v, nb::handle beta, nb::handle log_gate, nb::handle rule_name,
+                  nb::handle l2norm, nb::handle scale, nb::handle initial_state, nb::handle output_final_state,
+                  nb::handle in_place, nb::handle check_domain) {
+  if (!efla::can_allocate() || !PyUnicode_CheckExact(rule_name.ptr()) || !efla::records_nothing()) return nb::none();
+  const nb::handle code = PyDict_GetItem(rule_codes, rule_name.ptr());
+  if (!code.is_valid()) return nb::none();
+  const Rule rule = Rule(PyLong_AsLong(code.ptr()));
+  for (nb::handle flag : {l2norm, output_final_state, in_place})
+    if (flag.ptr() != Py_True && flag.ptr() != Py_False) return nb::none();
+  for (nb::handle tensor : {q, k, v, beta, log_gate, initial_state})
+    if (!tensor.is_none() && !efla::is_plain_tensor(tensor)) return nb::none();
+  if (beta.is_none() == efla::needs_beta(rule) || log_gate.is_none() == efla::needs_gate(rule)) return nb::none();
+  const ScanInputs inputs(q, k, v, log_gate, beta, nb::none(), initial_state, nb::none());
+  Problem p = inputs.problem(int(rule), l2norm.ptr() == Py_True, 1.0, efla::num_threads());
+  if (!p.batch || !p.tokens || (p.tokens > 1 && p.tokens < p.key_heads)) return nb::none();  // an unusual layout is looked at
+  p.scale = scale.is_none() ? 1.0 / std::sqrt(double(p.K)) : PyFloat_AsDouble(scale.ptr());
+  if (PyErr_Occurred()) throw nb::python_error();
+  if (!std::isfinite(p.scale)) return nb::none();
+  p.check_domain = check_domain.ptr() == Py_True;
+  efla::validate(p);
+  const Dtype compute = compute_type(p.dtype);
+  nb::object final_state = nb::none();
+  const bool overwrites = in_place.ptr() == Py_True && p.initial_state;
+  if (overwrites) {
+    p.final_state = inputs.initial_state.writable({p.sequences, p.value_heads, p.K, p.V}, compute);
+    final_state = nb::borrow(initial_state);
+  } else if (output_final_state.ptr() == Py_True) {
+    efla::Allocated made = efla::allocate_tensor({p.sequences, p.value_heads, p.K, p.V}, compute);
+    p.final_state = made.data;
+    final_state = std::move(made.object);
+  }
+  efla::Allocated o = efla::allocate_tensor({p.batch, p.tokens, p.value_heads, p.V}, p.dtype);
+  p.o = {o.data, p.tokens * p.value_heads * p.V, p.value_heads * p.V, p.V};
+  unsigned status;
+  {
+    nb::gil_scoped_release release;
+    status = efla::run_forward(p);
+  }
+  if (status && p.check_domain) return nb::none();
+  if (overwrites) efla::increment_version(initial_state);
+  return nb::make_tuple(o.object, output_final_state.ptr() == Py_True ? final_state : nb::none());
 }
 
-// x, y: [rows, width] dense; weight (0: ones) in the compute type.
-void norm_forward(int dtype, uintptr_t x, uintptr_t weight, uintptr_t y, int64_t rows, int width, double factor, double eps,
-                  int threads) {
-  efla::NormProblem p = norm_problem(dtype, x, weight, rows, width, factor, eps);
-  p.y = pointer(y);
+// A plain C function: in decoding, the dispatch of a bound one is a tenth of a call.
+PyObject* attend_entry(PyObject*, PyObject* const* a, Py_ssize_t count) {
+  if (count != 12) return PyErr_Format(PyExc_TypeError, "attend takes 12 arguments, got %zd", count);
+  try {
+    return attend(a[0], a[1], a[2], a[3], a[4], a[5], a[6], a[7], a[8], a[9], a[10], a[11]).release().ptr();
+  } catch (const nb::builtin_exception&) {  // something does not fit
+  } catch (const std::invalid_argument&) {
+  } catch (nb::python_error& error) {
+    error.restore();
+    return nullptr;
+  } catch (const std::exception& error) {
+    PyErr_SetString(PyExc_RuntimeError, error.what());
+    return nullptr;
+  }
+  Py_RETURN_NONE;
+}
+
+PyMethodDef kFastCalls[] = {
+    {"attend", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(attend_entry)), METH_FASTCALL,
+     "attend(q, k, v, beta, log_gate, rule, l2norm, scale, initial_state, output_final_state, in_place, check_domain)\n"
+     "One call for plain inference: (o, final_state or None), or None if it is not plain."},
+    {nullptr, nullptr, 0, nullptr},
+};
+
+struct NormInputs {
+  Tensor x, weight;
+  NormInputs(nb::handle x, nb::handle weight) : x(x, "x"), weight(weight, "weight") {}
+
+  efla::NormProblem problem(double factor, double eps) const {
+    efla::NormProblem p;
+    p.dtype = x.dimensions(2).dtype();
+    p.rows = x.size(0), p.width = int(x.size(1)), p.factor = factor, p.eps = eps;
+    p.x = x.dense({p.rows, p.width}, p.dtype);
+    p.weight = weight.dense({p.width}, compute_type(p.dtype));
+    return p;
+  }
+};
+
+void norm_forward(nb::handle x, nb::handle weight, nb::handle y, double factor, double eps, int threads) {
+  const NormInputs inputs(x, weight);
+  const Tensor ty(y, "y");
+  efla::NormProblem p = inputs.problem(factor, eps);
+  p.y = ty.dimensions(2).dense({p.rows, p.width}, p.dtype);
   nb::gil_scoped_release release;
   efla::run_norm_forward(p, threads);
 }
 
-// dweight_parts: [groups, width] in the compute type, or 0.
-void norm_backward(int dtype, uintptr_t x, uintptr_t weight, uintptr_t dy, uintptr_t dx, uintptr_t dweight_parts,
-                   int64_t groups, int64_t rows, int width, double factor, double eps, int threads) {
-  efla::NormProblem p = norm_problem(dtype, x, weight, rows, width, factor, eps);
-  p.dy = pointer(dy), p.dx = pointer(dx), p.dweight_parts = pointer(dweight_parts), p.groups = groups;
+void norm_backward(nb::handle x, nb::handle weight, nb::handle dy, nb::handle dx, nb::handle dweight_parts, double factor,
+                   double eps, int threads) {
+  const NormInputs inputs(x, weight);
+  const Tensor tdy(dy, "dy"), tdx(dx, "dx"), parts(dweight_parts, "dweight_parts");
+  efla::NormProblem p = inputs.problem(factor, eps);
+  p.groups = efla::norm_groups(p.rows);
+  p.dy = tdy.dimensions(2).dense({p.rows, p.width}, p.dtype);
+  p.dx = tdx.dimensions(2).dense({p.rows, p.width}, p.dtype);
+  p.dweight_parts = parts.dense({p.groups, p.width}, compute_type(p.dtype));
   nb::gil_scoped_release release;
   efla::run_norm_backward(p, threads);
 }
 
-efla::ConvProblem conv_problem(int dtype, bool silu, uintptr_t x, int64_t x_b, int64_t x_t, uintptr_t weight, uintptr_t bias,
-                               uintptr_t past, uintptr_t cu_seqlens, int64_t B, int64_t T, int64_t N, int C, int W) {
-  efla::ConvProblem p;
-  p.dtype = efla::Dtype(dtype), p.silu = silu;
-  p.x = pointer(x), p.x_batch = x_b, p.x_token = x_t;
-  p.weight = pointer(weight), p.bias = pointer(bias), p.past = pointer(past);
-  p.cu_seqlens = pointer<const int64_t>(cu_seqlens);
-  p.batch = B, p.tokens = T, p.sequences = N, p.channels = C, p.width = W;
-  return p;
-}
+struct ConvInputs {
+  Tensor x, weight, bias, past, cu_seqlens;
+  ConvInputs(nb::handle x, nb::handle weight, nb::handle bias, nb::handle past, nb::handle cu_seqlens)
+      : x(x, "x"), weight(weight, "weight"), bias(bias, "bias"), past(past, "past"), cu_seqlens(cu_seqlens, "cu_seqlens") {}
 
-// x: [B, T, C] with contiguous channels; y dense; weight [W, C], bias [C], past [N, W - 1, C] in the compute type.
-void conv_forward(int dtype, bool silu, uintptr_t x, int64_t x_b, int64_t x_t, uintptr_t weight, uintptr_t bias, uintptr_t past,
-                  uintptr_t y, uintptr_t cu_seqlens, int64_t B, int64_t T, int64_t N, int C, int W, int threads) {
-  efla::ConvProblem p = conv_problem(dtype, silu, x, x_b, x_t, weight, bias, past, cu_seqlens, B, T, N, C, W);
-  p.y = pointer(y);
+  efla::ConvProblem problem(bool silu) const {
+    efla::ConvProblem p;
+    p.dtype = x.dimensions(3).dtype(), p.silu = silu;
+    p.batch = x.size(0), p.tokens = x.size(1), p.channels = int(x.size(2)), p.width = int(weight.dimensions(2).size(0));
+    p.sequences = cu_seqlens ? cu_seqlens.dimensions(1).size(0) - 1 : p.batch;
+    check(p.sequences >= 0, "cu_seqlens must not be empty");
+    const Dtype compute = compute_type(p.dtype);
+    const efla::Strided rows = x.rows({p.batch, p.tokens, p.channels}, p.dtype);
+    p.x = rows.data, p.x_batch = rows.batch, p.x_token = rows.token;
+    p.weight = weight.dense({p.width, p.channels}, compute);
+    p.bias = bias.dense({p.channels}, compute);
+    p.past = past.dense({p.sequences, p.width - 1, p.channels}, compute);
+    p.cu_seqlens = cu_seqlens.integers(p.sequences + 1);
+    efla::check_conv(p);
+    return p;
+  }
+};
+
+void conv_forward(nb::handle x, nb::handle weight, nb::handle bias, nb::handle past, nb::handle cu_seqlens, nb::handle y,
+                  bool silu, int threads) {
+  const ConvInputs inputs(x, weight, bias, past, cu_seqlens);
+  const Tensor ty(y, "y");
+  efla::ConvProblem p = inputs.problem(silu);
+  p.y = ty.dimensions(3).dense({p.batch, p.tokens, p.channels}, p.dtype);
   nb::gil_scoped_release release;
   efla::run_conv_forward(p, threads);
 }
 
-// dweight_parts: [groups, W + 1, C], the last row of each the bias's; dpast as past, or 0.
-void conv_backward(int dtype, bool silu, uintptr_t x, int64_t x_b, int64_t x_t, uintptr_t weight, uintptr_t bias, uintptr_t past,
-                   uintptr_t dy, uintptr_t dx, uintptr_t dpast, uintptr_t dweight_parts, int64_t groups, uintptr_t cu_seqlens,
-                   int64_t B, int64_t T, int64_t N, int C, int W, int threads) {
-  efla::ConvProblem p = conv_problem(dtype, silu, x, x_b, x_t, weight, bias, past, cu_seqlens, B, T, N, C, W);
-  p.dy = pointer(dy), p.dx = pointer(dx), p.dpast = pointer(dpast), p.dweight_parts = pointer(dweight_parts);
-  p.groups = groups;
+void conv_backward(nb::handle x, nb::handle weight, nb::handle bias, nb::handle past, nb::handle cu_seqlens, nb::handle dy,
+                   nb::handle dx, nb::handle dpast, nb::handle dweight_parts, bool silu, int threads) {
+  const ConvInputs inputs(x, weight, bias, past, cu_seqlens);
+  const Tensor tdy(dy, "dy"), tdx(dx, "dx"), tdp(dpast, "dpast"), parts(dweight_parts, "dweight_parts");
+  efla::ConvProblem p = inputs.problem(silu);
+  p.groups = efla::conv_groups(p.cu_seqlens, p.sequences, p.tokens);
+  p.dy = tdy.dimensions(3).dense({p.batch, p.tokens, p.channels}, p.dtype);
+  p.dx = tdx.dimensions(3).dense({p.batch, p.tokens, p.channels}, p.dtype);
+  p.dpast = tdp.dense({p.sequences, p.width - 1, p.channels}, compute_type(p.dtype));
+  p.dweight_parts = parts.dimensions(3).dense({p.groups, p.width + 1, p.channels}, compute_type(p.dtype));
   nb::gil_scoped_release release;
   efla::run_conv_backward(p, threads);
 }
 
-// gate, up, y, and the gradients: `count` elements, dense.
-void gate_forward(int dtype, uintptr_t gate, uintptr_t up, uintptr_t y, int64_t count, int threads) {
+void gate_forward(nb::handle gate, nb::handle up, nb::handle y, int threads) {
+  const Tensor tg(gate, "gate"), tu(up, "up"), ty(y, "y");
   efla::GateProblem p;
-  p.dtype = efla::Dtype(dtype), p.count = count;
-  p.gate = pointer(gate), p.up = pointer(up), p.y = pointer(y);
+  p.dtype = tg.dimensions(1).dtype(), p.count = tg.size(0);
+  p.gate = tg.dense({p.count}, p.dtype);
+  p.up = tu.dimensions(1).dense({p.count}, p.dtype);
+  p.y = ty.dimensions(1).dense({p.count}, p.dtype);
   nb::gil_scoped_release release;
   efla::run_gate_forward(p, threads);
 }
 
-void gate_backward(int dtype, uintptr_t gate, uintptr_t up, uintptr_t dy, uintptr_t dgate, uintptr_t dup, int64_t count,
-                   int threads) {
+void gate_backward(nb::handle gate, nb::handle up, nb::handle dy, nb::handle dgate, nb::handle dup, int threads) {
+  const Tensor tg(gate, "gate"), tu(up, "up"), tdy(dy, "dy"), tdg(dgate, "dgate"), tdu(dup, "dup");
   efla::GateProblem p;
-  p.dtype = efla::Dtype(dtype), p.count = count;
-  p.gate = pointer(gate), p.up = pointer(up), p.dy = pointer(dy), p.dgate = pointer(dgate), p.dup = pointer(dup);
+  p.dtype = tg.dimensions(1).dtype(), p.count = tg.size(0);
+  p.gate = tg.dense({p.count}, p.dtype);
+  p.up = tu.dimensions(1).dense({p.count}, p.dtype);
+  p.dy = tdy.dimensions(1).dense({p.count}, p.dtype);
+  p.dgate = tdg.dimensions(1).dense({p.count}, p.dtype);
+  p.dup = tdu.dimensions(1).dense({p.count}, p.dtype);
   nb::gil_scoped_release release;
   efla::run_gate_backward(p, threads);
 }
@@ -168,27 +289,48 @@ std::string build_info() {
 }  // namespace
 
 NB_MODULE(_native, m) {
-  m.doc() = "CPU kernels of the three-scalar recurrence; see bindings.cpp for the arguments.";
-  m.def("forward", &forward, "Run the recurrence; returns status bits: 1 = some beta < 0, 2 = some log_gate > 0.");
-  m.def("backward", &backward, "Gradients of forward; returns the same status bits.");
+  // Tensors that a call does not have are None.
+  const auto t = [](const char* name) { return nb::arg(name).none(); };
+  m.doc() = "CPU kernels of the three-scalar recurrence and of the layers around it.";
+  m.def("forward", &forward, t("q"), t("k"), t("v"), t("c0"), t("c1"), t("c2"), t("initial_state"), t("cu_seqlens"), t("o"),
+        t("final_state"), t("border_states"), nb::arg("rule"), nb::arg("l2norm"), nb::arg("scale"), nb::arg("in_place"),
+        nb::arg("check_domain"), nb::arg("threads"),
+        "Run the recurrence on raw scalars (rule -1: log_decay, erase, write) or by a rule (log_gate, beta, None). "
+        "in_place: the final state overwrites the initial one, unless check_domain finds inputs outside the rule's domain. "
+        "Returns status bits: 1 = some beta < 0, 2 = some log_gate > 0.");
+  m.def("backward", &backward, t("q"), t("k"), t("v"), t("c0"), t("c1"), t("c2"), t("initial_state"), t("cu_seqlens"),
+        t("border_states"), t("d_o"), t("d_final_state"), t("dq"), t("dk"), t("dv"), t("d_c0"), t("d_c1"), t("d_c2"),
+        t("d_initial_state"), nb::arg("rule"), nb::arg("l2norm"), nb::arg("scale"), nb::arg("threads"),
+        "Gradients of forward; returns the same status bits.");
   m.def(
       "border_count",
-      [](uintptr_t cu_seqlens, int64_t N, int64_t T, int64_t Hv, int K, int V) {
-        return efla::border_size(pointer<const int64_t>(cu_seqlens), N, T, Hv, K, V);
+      [](nb::handle cu_seqlens, int64_t N, int64_t T, int64_t Hv, int K, int V) {
+        const Tensor borders(cu_seqlens, "cu_seqlens");
+        return efla::border_size(borders.integers(N + 1), N, T, Hv, K, V);
       },
-      nb::arg("cu_seqlens"), nb::arg("N"), nb::arg("T"), nb::arg("Hv"), nb::arg("K"), nb::arg("V"),
+      t("cu_seqlens"), nb::arg("N"), nb::arg("T"), nb::arg("Hv"), nb::arg("K"), nb::arg("V"),
       "Elements (of the state's type) of the border-state buffer that forward fills for backward.");
-  m.def("norm_forward", &norm_forward, "Rows divided by the root of factor * sum of squares + eps, times weight.");
-  m.def("norm_backward", &norm_backward, "Gradients of norm_forward; the weight's in `groups` parts to be added.");
+  if (PyModule_AddFunctions(m.ptr(), kFastCalls) != 0) throw nb::python_error();
+  m.def("norm_forward", &norm_forward, t("x"), t("weight"), t("y"), nb::arg("factor"), nb::arg("eps"), nb::arg("threads"),
+        "Rows divided by the root of factor * sum of squares + eps, times weight.");
+  m.def("norm_backward", &norm_backward, t("x"), t("weight"), t("dy"), t("dx"), t("dweight_parts"), nb::arg("factor"),
+        nb::arg("eps"), nb::arg("threads"), "Gradients of norm_forward; the weight's in norm_groups parts to be added.");
   m.def("norm_groups", &efla::norm_groups, nb::arg("rows"));
-  m.def("gate_forward", &gate_forward, "SiLU of the gate times up, element by element.");
-  m.def("gate_backward", &gate_backward, "Gradients of gate_forward.");
-  m.def("conv_forward", &conv_forward, "Depthwise causal convolution, then SiLU.");
-  m.def("conv_backward", &conv_backward, "Gradients of conv_forward; the weight's and bias's in `groups` parts to be added.");
+  m.def("gate_forward", &gate_forward, t("gate"), t("up"), t("y"), nb::arg("threads"), "SiLU of the gate times up, element by element.");
+  m.def("gate_backward", &gate_backward, t("gate"), t("up"), t("dy"), t("dgate"), t("dup"), nb::arg("threads"),
+        "Gradients of gate_forward.");
+  m.def("conv_forward", &conv_forward, t("x"), t("weight"), t("bias"), t("past"), t("cu_seqlens"), t("y"), nb::arg("silu"),
+        nb::arg("threads"), "Depthwise causal convolution, then SiLU. weight: [W, C]; past: [N, W - 1, C].");
+  m.def("conv_backward", &conv_backward, t("x"), t("weight"), t("bias"), t("past"), t("cu_seqlens"), t("dy"), t("dx"),
+        t("dpast"), t("dweight_parts"), nb::arg("silu"), nb::arg("threads"),
+        "Gradients of conv_forward; the weight's and bias's in conv_groups parts [groups, W + 1, C] to be added.");
   m.def(
       "conv_groups",
-      [](uintptr_t cu_seqlens, int64_t N, int64_t T) { return efla::conv_groups(pointer<const int64_t>(cu_seqlens), N, T); },
-      nb::arg("cu_seqlens"), nb::arg("N"), nb::arg("T"));
+      [](nb::handle cu_seqlens, int64_t N, int64_t T) {
+        const Tensor borders(cu_seqlens, "cu_seqlens");
+        return efla::conv_groups(borders.integers(N + 1), N, T);
+      },
+      t("cu_seqlens"), nb::arg("N"), nb::arg("T"));
   m.def("simd_levels", &efla::simd_levels, "Instruction sets this CPU can run, best first.");
   m.def("active_simd", &efla::active_simd, "The instruction set in use; EFLA_SIMD forces one.");
   m.def("set_simd", &efla::set_simd, nb::arg("name"));
@@ -196,8 +338,18 @@ NB_MODULE(_native, m) {
         "Use the OpenMP runtime already loaded from `path` ('' searches the process); False if it is not there.");
   m.def("has_parallel_runtime", &efla::has_parallel_runtime);
   m.def("build_info", &build_info);
-  m.def("set_tensor_type", &efla::set_tensor_type, "Tell `attend` which tensors to take; False if it cannot.");
-  m.def("attend", &efla::attend, nb::arg("q"), nb::arg("k"), nb::arg("v"), nb::arg("beta").none(), nb::arg("log_gate").none(),
-        nb::arg("rule"), nb::arg("l2norm"), nb::arg("scale").none(), nb::arg("initial_state").none(),
-        nb::arg("output_final_state"), nb::arg("in_place"), nb::arg("threads"), "One call for plain inference; see eager.h.");
+  m.def(
+      "bind_torch",
+      [](nb::handle tensor_type, nb::handle is_neg, nb::handle is_grad_enabled, nb::handle dispatch_depth,
+         nb::handle get_num_threads, nb::handle increment_version, nb::handle forward_ad) {
+        for (nb::handle h : {tensor_type, is_neg, is_grad_enabled, dispatch_depth, get_num_threads, increment_version, forward_ad})
+          h.inc_ref();  // for good
+        return efla::bind_torch({reinterpret_cast<PyTypeObject*>(tensor_type.ptr()), is_neg.ptr(), is_grad_enabled.ptr(),
+                                 dispatch_depth.ptr(), get_num_threads.ptr(), increment_version.ptr(), forward_ad.ptr()});
+      },
+      nb::arg("tensor_type"), nb::arg("is_neg"), nb::arg("is_grad_enabled"), nb::arg("dispatch_depth"),
+      nb::arg("get_num_threads"), nb::arg("increment_version"), nb::arg("forward_ad"),
+      "Tell the module what a tensor is and how to ask torch; False if this torch has no C table for tensors, which `attend` needs.");
+  m.attr("rule_codes") = nb::dict();
+  rule_codes = nb::object(m.attr("rule_codes")).release().ptr();
 }

@@ -1,4 +1,4 @@
-// The part of the DLPack 1.x binary interface that eager.cpp uses: how a framework shows its tensors to C code.
+// The part of the DLPack 1.x binary interface that tensors.cpp uses: how a framework shows its tensors to C code.
 #pragma once
 
 #include <cstdint>
@@ -6,7 +6,7 @@
 namespace efla::dlpack {
 
 constexpr int32_t kCpu = 1;
-constexpr uint8_t kFloat = 2, kBfloat = 4;
+constexpr uint8_t kInt = 0, kFloat = 2, kBfloat = 4;
 
 struct Device {
   int32_t type, id;

@@ -63,7 +63,8 @@ struct Problem {
 
   // Forward.
   Strided o;
-  void* final_state = nullptr;   // may equal initial_state
+  void* final_state = nullptr;  // may equal initial_state
+  bool check_domain = false;    // refuse inputs outside the rule's domain before initial_state is overwritten
   void* border_states = nullptr;  // forward writes, backward reads
 
   // Backward: inputs, then dense outputs (any may be null except dq, dk, dv).

@@ -39,15 +39,6 @@ void check(bool condition, const char* message) {
   if (!condition) throw std::invalid_argument(message);
 }
 
-void check_conv(const ConvProblem& p) {
-  check(p.width >= 1 && p.width <= kMaxConvWidth, "the convolution's width must be between 1 and 16");
-  check(p.batch >= 0 && p.tokens >= 0 && p.channels >= 1, "sizes must not be negative");
-  if (!p.cu_seqlens) return check(p.sequences == p.batch, "without cu_seqlens there is one sequence per batch entry");
-  check(p.batch == 1 && p.sequences >= 0, "with cu_seqlens the batch size must be 1");
-  check(p.cu_seqlens[0] == 0 && p.cu_seqlens[p.sequences] == p.tokens, "cu_seqlens must start at 0 and end at T");
-  for (int64_t n = 0; n < p.sequences; ++n) check(p.cu_seqlens[n] <= p.cu_seqlens[n + 1], "cu_seqlens must not decrease");
-}
-
 int64_t pieces(int64_t tokens) { return (tokens + kConvTokens - 1) / kConvTokens; }
 
 std::vector<int64_t> item_offsets(const ConvProblem& p) {
@@ -69,6 +60,15 @@ template <auto kernel> void run_gate(const GateProblem& p, int threads) {
 int64_t at_most(int64_t count, int64_t limit) { return count < 1 ? 1 : count < limit ? count : limit; }
 
 }  // namespace
+
+void check_conv(const ConvProblem& p) {
+  check(p.width >= 1 && p.width <= kMaxConvWidth, "the convolution's width must be between 1 and 16");
+  check(p.batch >= 0 && p.tokens >= 0 && p.channels >= 1, "sizes must not be negative");
+  if (!p.cu_seqlens) return check(p.sequences == p.batch, "without cu_seqlens there is one sequence per batch entry");
+  check(p.batch == 1 && p.sequences >= 0, "with cu_seqlens the batch size must be 1");
+  check(p.cu_seqlens[0] == 0 && p.cu_seqlens[p.sequences] == p.tokens, "cu_seqlens must start at 0 and end at T");
+  for (int64_t n = 0; n < p.sequences; ++n) check(p.cu_seqlens[n] <= p.cu_seqlens[n + 1], "cu_seqlens must not decrease");
+}
 
 int64_t norm_groups(int64_t rows) { return at_most(rows / kNormRows, kMaxGroups); }
 

@@ -59,6 +59,9 @@ struct GateProblem {
 constexpr int kConvTokens = 64;
 constexpr int kMaxConvWidth = 16;
 
+// Throws std::invalid_argument unless sizes and cu_seqlens are consistent.
+void check_conv(const ConvProblem& p);
+
 void run_norm_forward(const NormProblem& p, int threads);
 void run_norm_backward(const NormProblem& p, int threads);
 void run_conv_forward(ConvProblem p, int threads);

@@ -44,7 +44,9 @@ template <class T> EFLA_INLINE GatedTerms<T> gated_terms(Rule rule, Vec<T> beta,
   GatedTerms<T> g;
   bool paper = rule == Rule::gated_efla;
   g.share = paper ? vexp<T>(log_gate) : splat<T>(1);
-  g.c = paper ? -vexpm1<T>(log_gate) : -log_gate;
+  // A gate of exactly 0 is an infinite rate, and a quotient of two of those is no number.
+  const Vec<T> rate = -log_gate, most = splat<T>(T(1e30));
+  g.c = paper ? -vexpm1<T>(log_gate) : (rate < most ? rate : most);
   g.b = paper ? g.share * beta : beta;
   g.x = g.b * lam;
   g.y = g.c + g.x;

@@ -34,25 +34,22 @@ void check(bool condition, const char* message) {
   if (!condition) throw std::invalid_argument(message);
 }
 
-void validate(const Problem& p) {
-  check(p.K >= 1 && p.K <= kMaxWidth && p.V >= 1 && p.V <= kMaxWidth, "K and V must be between 1 and 256");
-  check(p.batch >= 0 && p.tokens >= 0 && p.sequences >= 0, "sizes must not be negative");
-  check(p.key_heads >= 1 && p.value_heads >= 1 && p.value_heads % p.key_heads == 0,
-        "the number of value heads must be a positive multiple of the number of key heads");
-  check(int(p.dtype) >= 0 && int(p.dtype) <= 3, "unknown dtype code");
-  check(int(p.rule) >= -1 && int(p.rule) < kRuleCount, "unknown rule id");
-  if (!p.cu_seqlens) {
-    check(p.sequences == p.batch, "without cu_seqlens there is one sequence per batch entry");
-    return;
-  }
-  check(p.batch == 1, "with cu_seqlens the batch size must be 1");
-  check(p.cu_seqlens[0] == 0 && p.cu_seqlens[p.sequences] == p.tokens, "cu_seqlens must start at 0 and end at T");
-  for (int64_t n = 0; n < p.sequences; ++n)
-    check(p.cu_seqlens[n] <= p.cu_seqlens[n + 1], "cu_seqlens must not decrease");
-}
-
 int64_t sequence_length(const Problem& p, int64_t n) {
   return p.cu_seqlens ? p.cu_seqlens[n + 1] - p.cu_seqlens[n] : p.tokens;
+}
+
+template <class T, class F> bool any_scalar(const Problem& p, const Strided& s, F is_outside) {
+  for (int64_t b = 0; s.data && b < p.batch; ++b)
+    for (int64_t t = 0; t < p.tokens; ++t)
+      for (int64_t h = 0; h < p.value_heads; ++h)
+        if (is_outside(static_cast<const T*>(s.data)[b * s.batch + t * s.token + h * s.head])) return true;
+  return false;
+}
+
+template <class T> unsigned domain_status(const Problem& p) {
+  const bool negative = any_scalar<T>(p, p.erase, [](T beta) { return beta < 0; });
+  const bool positive = any_scalar<T>(p, p.log_decay, [](T log_gate) { return log_gate > 0; });
+  return (negative ? kNegativeBeta : 0) | (positive ? kPositiveLogGate : 0);
 }
 
 int64_t borders(int64_t length) { return length > 0 ? (length - 1) / kTile : 0; }
@@ -182,6 +179,29 @@ double forward_flops(const Problem& p) { return 6.0 * p.K * p.V * double(p.value
 
 }  // namespace
 
+bool needs_beta(Rule rule) { return rule != Rule::linear; }
+
+bool needs_gate(Rule rule) {
+  return rule == Rule::ssd || rule == Rule::gated_delta || rule == Rule::gated_efla || rule == Rule::gated_efla_log;
+}
+
+void validate(const Problem& p) {
+  check(p.K >= 1 && p.K <= kMaxWidth && p.V >= 1 && p.V <= kMaxWidth, "K and V must be between 1 and 256");
+  check(p.batch >= 0 && p.tokens >= 0 && p.sequences >= 0, "sizes must not be negative");
+  check(p.key_heads >= 1 && p.value_heads >= 1 && p.value_heads % p.key_heads == 0,
+        "the number of value heads must be a positive multiple of the number of key heads");
+  check(int(p.dtype) >= 0 && int(p.dtype) <= 3, "unknown dtype code");
+  check(int(p.rule) >= -1 && int(p.rule) < kRuleCount, "unknown rule id");
+  if (!p.cu_seqlens) {
+    check(p.sequences == p.batch, "without cu_seqlens there is one sequence per batch entry");
+    return;
+  }
+  check(p.batch == 1, "with cu_seqlens the batch size must be 1");
+  check(p.cu_seqlens[0] == 0 && p.cu_seqlens[p.sequences] == p.tokens, "cu_seqlens must start at 0 and end at T");
+  for (int64_t n = 0; n < p.sequences; ++n)
+    check(p.cu_seqlens[n] <= p.cu_seqlens[n + 1], "cu_seqlens must not decrease");
+}
+
 int64_t border_size(const int64_t* cu_seqlens, int64_t sequences, int64_t tokens, int64_t value_heads, int K, int V) {
   int64_t total = 0;
   if (cu_seqlens) {
@@ -194,6 +214,10 @@ int64_t border_size(const int64_t* cu_seqlens, int64_t sequences, int64_t tokens
 
 unsigned run_forward(const Problem& p) {
   validate(p);
+  if (p.check_domain && p.final_state && p.final_state == p.initial_state && p.rule != Rule::raw) {
+    const unsigned status = p.dtype == Dtype::float64 ? domain_status<double>(p) : domain_status<float>(p);
+    if (status) return status;
+  }
   PlanWithOffsets planned;
   make_plan(p, false, planned);
   const Plan& plan = planned.plan;

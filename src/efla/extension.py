@@ -7,9 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch.autograd import forward_ad
 
-DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.float64: 3}
-"""The kernels' names of the element types they take."""
+DTYPES = frozenset({torch.float32, torch.bfloat16, torch.float16, torch.float64})
+"""The element types that the kernels take."""
 
 module: Any = None
 try:
@@ -36,5 +38,19 @@ def _share_torch_threads() -> None:
     module.set_parallel_runtime("")
 
 
+def materialize(x: Tensor) -> Tensor:
+    """x in memory that says what x is: a view that negates its memory, or zeros that have none, become real numbers."""
+    return x.clone() if x.is_neg() or x._is_zerotensor() else x
+
+
 if module is not None:
     _share_torch_threads()
+    module.bind_torch(
+        Tensor,
+        Tensor.is_neg,
+        torch.is_grad_enabled,
+        torch._C._len_torch_dispatch_stack,
+        torch.get_num_threads,
+        torch._C._increment_version,
+        vars(forward_ad),
+    )

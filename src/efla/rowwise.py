@@ -12,14 +12,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from efla.extension import DTYPE_CODES
+from efla.extension import DTYPES, materialize
 from efla.extension import module as native
+from efla.phi import forward_mode
 
 _SMALL = 8192  # elements below which torch's own operations cost as little
 _MAX_CONV_WIDTH = 16
@@ -79,11 +80,12 @@ def _kernels_take(x: Tensor, *others: Tensor | None) -> bool:
         and not torch.compiler.is_compiling()
         and not _switched_off.get()
         and x.device.type == "cpu"
-        and x.dtype in DTYPE_CODES
+        and x.dtype in DTYPES
         and x.numel() >= _SMALL
         and all(t is None or type(t) in (Tensor, nn.Parameter) for t in (x, *others))
         and not torch._C._len_torch_dispatch_stack()
         and not torch._C._are_functorch_transforms_active()
+        and not forward_mode()
     )
 
 
@@ -99,29 +101,21 @@ class _Norm(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor | None, factor: float, eps: float) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.factor, ctx.eps = factor, eps
-        rows, gain = x.contiguous(), _gain(weight, x)
+        rows = _rows(x)
         y = torch.empty_like(rows)
-        native.norm_forward(
-            DTYPE_CODES[x.dtype], rows.data_ptr(), _address(gain), y.data_ptr(), *_shape(rows), factor, eps,
-            torch.get_num_threads(),
-        )  # fmt: skip
-        return y
+        native.norm_forward(rows, _gain(weight, x), y, factor, eps, torch.get_num_threads())
+        return y.view(x.shape)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         x, weight = ctx.saved_tensors
         if torch.is_grad_enabled():  # create_graph: torch differentiates its own operations again
             return (*_torch_gradients(_torch_norm, (x, weight), grad, ctx.factor, ctx.eps), None, None)
-        rows, grad, gain = x.contiguous(), grad.contiguous(), _gain(weight, x)
+        rows, gain = _rows(x), _gain(weight, x)
         d_x = torch.empty_like(rows)
-        num_rows, width = _shape(rows)
-        groups = native.norm_groups(num_rows)
-        parts = None if gain is None else gain.new_empty(groups, width)
-        native.norm_backward(
-            DTYPE_CODES[x.dtype], rows.data_ptr(), _address(gain), grad.data_ptr(), d_x.data_ptr(), _address(parts),
-            groups, num_rows, width, ctx.factor, ctx.eps, torch.get_num_threads(),
-        )  # fmt: skip
-        return d_x, None if parts is None else parts.sum(0).to(weight.dtype), None, None
+        parts = None if gain is None else gain.new_empty(native.norm_groups(rows.shape[0]), rows.shape[1])
+        native.norm_backward(rows, gain, _rows(grad), d_x, parts, ctx.factor, ctx.eps, torch.get_num_threads())
+        return d_x.view(x.shape), None if parts is None else parts.sum(0).to(weight.dtype), None, None
 
 
 class _Conv(torch.autograd.Function):
@@ -139,9 +133,8 @@ class _Conv(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(x, weight, bias, past, cu_seqlens)
         ctx.silu = silu
-        call = _ConvCall(x, weight, bias, past, cu_seqlens, silu)
         y = torch.empty(x.shape, dtype=x.dtype)
-        native.conv_forward(*call.inputs, y.data_ptr(), *call.sizes)
+        native.conv_forward(*_conv_inputs(x, weight, bias, past, cu_seqlens), y, silu, torch.get_num_threads())
         return y
 
     @staticmethod
@@ -150,14 +143,14 @@ class _Conv(torch.autograd.Function):
         if torch.is_grad_enabled():
             inputs = (x, weight, bias, past)
             return (*_torch_gradients(torch_conv, inputs, grad, cu_seqlens, ctx.silu), None, None)
-        call, grad = _ConvCall(x, weight, bias, past, cu_seqlens, ctx.silu), grad.contiguous()
+        call = _conv_inputs(x, weight, bias, past, cu_seqlens)
         d_x = torch.empty(x.shape, dtype=x.dtype)
         d_past = None if call.past is None else torch.zeros_like(call.past)  # [N, W - 1, C]
-        groups = native.conv_groups(call.borders, call.num_sequences, x.shape[1])
+        num_sequences = x.shape[0] if call.cu_seqlens is None else call.cu_seqlens.shape[0] - 1
+        groups = native.conv_groups(call.cu_seqlens, num_sequences, x.shape[1])
         parts = call.weight.new_empty(groups, weight.shape[1] + 1, x.shape[2])
-        native.conv_backward(
-            *call.inputs, grad.data_ptr(), d_x.data_ptr(), _address(d_past), parts.data_ptr(), groups, *call.sizes
-        )
+        grad = materialize(grad).contiguous()
+        native.conv_backward(*call, grad, d_x, d_past, parts, ctx.silu, torch.get_num_threads())
         sums = parts.sum(0)
         return (
             d_x,
@@ -175,55 +168,41 @@ class _Gate(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
         ctx.save_for_backward(gate, up)
-        gate, up = gate.contiguous(), up.contiguous()
-        y = torch.empty_like(gate)
-        native.gate_forward(
-            DTYPE_CODES[gate.dtype], gate.data_ptr(), up.data_ptr(), y.data_ptr(), gate.numel(), torch.get_num_threads()
-        )
-        return y
+        y = torch.empty(gate.numel(), dtype=gate.dtype)
+        native.gate_forward(_flat(gate), _flat(up), y, torch.get_num_threads())
+        return y.view(gate.shape)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         gate, up = ctx.saved_tensors
         if torch.is_grad_enabled():
             return tuple(_torch_gradients(_torch_swiglu, (gate, up), grad))
-        gate, up, grad = gate.contiguous(), up.contiguous(), grad.contiguous()
-        d_gate, d_up = torch.empty_like(gate), torch.empty_like(up)
-        native.gate_backward(
-            DTYPE_CODES[gate.dtype], gate.data_ptr(), up.data_ptr(), grad.data_ptr(), d_gate.data_ptr(), d_up.data_ptr(),
-            gate.numel(), torch.get_num_threads(),
-        )  # fmt: skip
-        return d_gate, d_up
+        d_gate, d_up = (torch.empty(gate.numel(), dtype=gate.dtype) for _ in range(2))
+        native.gate_backward(_flat(gate), _flat(up), _flat(grad), d_gate, d_up, torch.get_num_threads())
+        return d_gate.view(gate.shape), d_up.view(gate.shape)
 
 
-class _ConvCall:
-    """What both directions hand to the kernels; holds the tensors that must outlive the call."""
+class _ConvInputs(NamedTuple):
+    """What both directions hand to the kernels, in their layout."""
 
-    def __init__(
-        self,
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        past: Tensor | None,
-        cu_seqlens: Tensor | None,
-        silu: bool,
-    ) -> None:
-        wide = wider(x)
-        self.x = x if x.stride(2) == 1 or x.shape[2] == 1 else x.contiguous()
-        self.weight = weight.to(wide).t().contiguous()  # [W, C]
-        self.bias = None if bias is None else bias.to(wide).contiguous()
-        self.past = None if past is None else past.to(wide).transpose(1, 2).contiguous()
-        self.cu_seqlens = None if cu_seqlens is None else cu_seqlens.to(torch.int64).contiguous()
-        self.borders = _address(self.cu_seqlens)
-        self.num_sequences = x.shape[0] if self.cu_seqlens is None else self.cu_seqlens.shape[0] - 1
-        self.inputs = (
-            DTYPE_CODES[x.dtype], silu, self.x.data_ptr(), self.x.stride(0), self.x.stride(1), self.weight.data_ptr(),
-            _address(self.bias), _address(self.past),
-        )  # fmt: skip
-        batch, length, channels = x.shape
-        self.sizes = (
-            self.borders, batch, length, self.num_sequences, channels, weight.shape[1], torch.get_num_threads(),
-        )  # fmt: skip
+    x: Tensor  # [B, T, C]
+    weight: Tensor  # [W, C]
+    bias: Tensor | None  # [C]
+    past: Tensor | None  # [N, W - 1, C]
+    cu_seqlens: Tensor | None  # [N + 1]
+
+
+def _conv_inputs(
+    x: Tensor, weight: Tensor, bias: Tensor | None, past: Tensor | None, cu_seqlens: Tensor | None
+) -> _ConvInputs:
+    wide, x = wider(x), materialize(x)
+    return _ConvInputs(
+        x if x.stride(2) == 1 or x.shape[2] == 1 else x.contiguous(),
+        materialize(weight.to(wide)).t().contiguous(),
+        None if bias is None else materialize(bias.to(wide)).contiguous(),
+        None if past is None else materialize(past.to(wide)).transpose(1, 2).contiguous(),
+        None if cu_seqlens is None else cu_seqlens.to(torch.int64).contiguous(),
+    )
 
 
 def torch_conv(
@@ -271,12 +250,13 @@ def _torch_gradients(function: Any, inputs: tuple[Tensor | None, ...], grad: Ten
 
 
 def _gain(weight: Tensor | None, x: Tensor) -> Tensor | None:
-    return None if weight is None else weight.to(wider(x)).contiguous()
+    return None if weight is None else materialize(weight.to(wider(x))).contiguous()
 
 
-def _shape(rows: Tensor) -> tuple[int, int]:
-    return rows.numel() // rows.shape[-1], rows.shape[-1]
+def _rows(x: Tensor) -> Tensor:
+    """[..., D] as dense rows [R, D]."""
+    return materialize(x).contiguous().view(-1, x.shape[-1])
 
 
-def _address(x: Tensor | None) -> int:
-    return 0 if x is None else x.data_ptr()
+def _flat(x: Tensor) -> Tensor:
+    return materialize(x).contiguous().view(-1)

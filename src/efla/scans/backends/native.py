@@ -1,19 +1,22 @@
 """The CPU kernels of csrc/: forward, backward and decoding in C++, for every rule, on torch's own threads.
 
 The kernels take raw scalars, or a rule's inputs (beta, log_gate) and compute the scalars, their gradients and the
-normalisation of keys themselves. Addresses and strides go over as integers: a call costs a few microseconds.
+normalisation of keys themselves. Tensors cross as they are; csrc/tensors.h checks what the kernels are going to touch.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch._C import _increment_version as increment_version
 
 from efla import extension
-from efla.extension import DTYPE_CODES
+from efla.extension import materialize
 from efla.rules import UpdateRule
+from efla.scans import validation
 from efla.scans.types import FusedGradients, FusedRequest, ScanGradients, ScanRequest, ScanResult
 
 name = "native"
@@ -31,7 +34,6 @@ _RULE_CODES = {
     )
 }  # fmt: skip
 _RAW = -1
-_ABSENT = (0, 0, 0, 0)
 
 
 def unavailable() -> str | None:
@@ -89,89 +91,53 @@ def fused_backward(
     return FusedGradients(d_q, d_k, d_v, d_beta, d_log_gate, d_initial)
 
 
-def attend(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    beta: Tensor | None,
-    log_gate: Tensor | None,
-    rule: str | UpdateRule,
-    qk_l2norm: bool,
-    scale: float | None,
-    initial_state: Tensor | None,
-    output_final_state: bool,
-    in_place: bool,
-) -> tuple[Tensor, Tensor | None] | None:
-    """The whole call in one step, or ``None`` if it is not plain inference on the CPU: then the general path decides.
-
-    Nothing but C++ runs between the tensors and the kernels, input checks included; what they decline is explained by
-    the general path's checks.
-    """
-    if torch.compiler.is_compiling() or not _has_eager_path or torch.is_grad_enabled():
-        return None
-    code = _RULE_CODES.get(rule, _RAW) if type(rule) is str else _RAW
-    if code == _RAW or torch._C._len_torch_dispatch_stack() or torch._C._are_functorch_transforms_active():
-        return None
-    result = _native.attend(
-        q, k, v, beta, log_gate, code, qk_l2norm, scale, initial_state, output_final_state, in_place,
-        torch.get_num_threads(),
-    )  # fmt: skip
-    return None if type(result) is int else result
-
-
 _Scalars = tuple[Tensor | None, Tensor | None, Tensor | None]
 
 
-class _Arguments(NamedTuple):
-    """What both directions hand to the kernels, and the tensors that must outlive the call."""
+class _Inputs(NamedTuple):
+    """What both directions hand to the kernels, in their layout."""
 
     q: Tensor
     k: Tensor
     v: Tensor
-    scalars: _Scalars
+    first: Tensor | None
+    second: Tensor | None
+    third: Tensor | None
     initial_state: Tensor | None
     cu_seqlens: Tensor | None
-    sizes: tuple[int, ...]
 
 
-def _arguments(request: ScanRequest | FusedRequest, scalars: _Scalars) -> _Arguments:
+def _inputs(request: ScanRequest | FusedRequest, scalars: _Scalars) -> _Inputs:
     q, k, v = (_rows(x) for x in (request.q, request.k, request.v))
     initial_state, cu_seqlens = request.initial_state, request.cu_seqlens
     if initial_state is not None:
         if initial_state.dtype != request.compute_dtype:
             initial_state = initial_state.to(request.compute_dtype)
-        initial_state = initial_state.contiguous()
+        initial_state = materialize(initial_state).contiguous()
     if initial_state is not None and initial_state.dtype == torch.float64 and k.dtype != torch.float64:
         q, k, v = q.double(), k.double(), v.double()
-    num_sequences = k.shape[0]
     if cu_seqlens is not None:
         cu_seqlens = cu_seqlens.to(torch.int64).contiguous()
-        num_sequences = cu_seqlens.shape[0] - 1
-    batch, length, key_heads, key_dim = k.shape
-    value_heads, value_dim = v.shape[2:]
-    threads = torch.get_num_threads()
-    sizes = (batch, length, num_sequences, key_heads, value_heads, key_dim, value_dim, threads)
-    return _Arguments(q, k, v, scalars, initial_state, cu_seqlens, sizes)
+    first, second, third = (None if x is None else materialize(x) for x in scalars)
+    return _Inputs(q, k, v, first, second, third, initial_state, cu_seqlens)
 
 
 def _forward(
     request: ScanRequest | FusedRequest, scalars: _Scalars, rule: int, l2norm: bool, save: bool, in_place: bool = False
 ) -> tuple[ScanResult, int]:
-    a = _arguments(request, scalars)
-    o = torch.empty(a.v.shape, dtype=a.v.dtype)
-    if in_place and a.initial_state is request.initial_state and a.initial_state is not None:
-        final_state = a.initial_state
-    else:
-        final_state = request.new_state(a.sizes[2])
-    saved = torch.empty(_border_elements(a) if save else 0, dtype=request.compute_dtype)
-    first, second, third = a.scalars
+    inputs = _inputs(request, scalars)
+    o = torch.empty(inputs.v.shape, dtype=inputs.v.dtype)
+    # A state in another dtype or layout has been copied: there is nothing to overwrite.
+    in_place = in_place and request.initial_state is not None and inputs.initial_state is request.initial_state
+    final_state = inputs.initial_state if in_place else request.new_state(request.num_sequences)
+    assert final_state is not None
+    saved = torch.empty(_border_elements(request, inputs.cu_seqlens) if save else 0, dtype=request.compute_dtype)
     status: int = _native.forward(
-        DTYPE_CODES[a.k.dtype], rule, l2norm, request.scale,
-        *_strided(a.q), *_strided(a.k), *_strided(a.v), *_strided(o),
-        *_strided(first), *_strided(second), *_strided(third),
-        _address(a.initial_state), final_state.data_ptr(), saved.data_ptr() if save else 0, _address(a.cu_seqlens),
-        *a.sizes,
+        *inputs, o, None if in_place else final_state, saved if save else None, rule, l2norm, request.scale, in_place,
+        validation.enabled, torch.get_num_threads(),
     )  # fmt: skip
+    if in_place:
+        increment_version((final_state,))
     return ScanResult(o if o.dtype == request.v.dtype else o.to(request.v.dtype), final_state, saved), status
 
 
@@ -184,47 +150,30 @@ def _backward(
     grad_o: Tensor,
     grad_final_state: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, _Scalars, Tensor | None]:
-    a = _arguments(request, scalars)
-    grad_o = _rows(grad_o.to(a.v.dtype))
+    inputs = _inputs(request, scalars)
     if grad_final_state is not None:
-        grad_final_state = grad_final_state.to(request.compute_dtype).contiguous()
-    d_q, d_k, d_v = (torch.empty(x.shape, dtype=x.dtype) for x in (a.q, a.k, a.v))
-    d_first, d_second, d_third = (None if x is None else torch.empty(x.shape, dtype=x.dtype) for x in a.scalars)
-    d_initial = None if a.initial_state is None else torch.empty_like(a.initial_state)
-    first, second, third = a.scalars
+        grad_final_state = materialize(grad_final_state.to(request.compute_dtype)).contiguous()
+    d_q, d_k, d_v = (torch.empty(x.shape, dtype=x.dtype) for x in inputs[:3])
+    d_first, d_second, d_third = (None if x is None else torch.empty(x.shape, dtype=x.dtype) for x in inputs[3:6])
+    d_initial = None if inputs.initial_state is None else torch.empty_like(inputs.initial_state)
     _native.backward(
-        DTYPE_CODES[a.k.dtype], rule, l2norm, request.scale,
-        *_strided(a.q), *_strided(a.k), *_strided(a.v), *_strided(grad_o),
-        *_strided(first), *_strided(second), *_strided(third),
-        _address(a.initial_state), _address(grad_final_state), _address(saved), _address(a.cu_seqlens),
-        d_q.data_ptr(), d_k.data_ptr(), d_v.data_ptr(), _address(d_first), _address(d_second), _address(d_third),
-        _address(d_initial),
-        *a.sizes,
+        *inputs, saved, _rows(grad_o.to(inputs.v.dtype)), grad_final_state, d_q, d_k, d_v, d_first, d_second, d_third,
+        d_initial, rule, l2norm, request.scale, torch.get_num_threads(),
     )  # fmt: skip
     d_q, d_k, d_v = d_q.to(request.q.dtype), d_k.to(request.k.dtype), d_v.to(request.v.dtype)
     return d_q, d_k, d_v, (d_first, d_second, d_third), d_initial
 
 
-def _border_elements(a: _Arguments) -> int:
-    _, length, num_sequences, _, value_heads, key_dim, value_dim, _ = a.sizes
-    count: int = _native.border_count(_address(a.cu_seqlens), num_sequences, length, value_heads, key_dim, value_dim)
+def _border_elements(request: ScanRequest | FusedRequest, cu_seqlens: Tensor | None) -> int:
+    length, (value_heads, value_dim), key_dim = request.k.shape[1], request.v.shape[2:], request.k.shape[3]
+    count: int = _native.border_count(cu_seqlens, request.num_sequences, length, value_heads, key_dim, value_dim)
     return count
 
 
 def _rows(x: Tensor) -> Tensor:
     """x with its last axis contiguous; other strides are the kernels' business."""
+    x = materialize(x)
     return x if x.stride(3) == 1 or x.shape[3] == 1 else x.contiguous()
-
-
-def _strided(x: Tensor | None) -> tuple[int, int, int, int]:
-    if x is None:
-        return _ABSENT
-    strides = x.stride()
-    return x.data_ptr(), strides[0], strides[1], strides[2]
-
-
-def _address(x: Tensor | None) -> int:
-    return 0 if x is None else x.data_ptr()
 
 
 def _round_up(size: int, multiple: int) -> int:
@@ -238,5 +187,13 @@ def simd_level() -> str:
     return f"{_native.active_simd()} (of {', '.join(_native.simd_levels())})"
 
 
+def _not_built(*arguments: object) -> None:
+    return None
+
+
 _native = extension.module
-_has_eager_path = _native is not None and _native.set_tensor_type(Tensor)
+if _native is not None:
+    _native.rule_codes.update(_RULE_CODES)
+attend: Callable[..., tuple[Tensor, Tensor | None] | None] = _not_built if _native is None else _native.attend
+"""The whole call without Python, for plain inference on the CPU, or ``None``: then the general path runs it or says what is
+wrong. attend(q, k, v, beta, log_gate, rule, qk_l2norm, scale, initial_state, output_final_state, in_place, check_domain)"""

@@ -1,0 +1,80 @@
+// The boundary between torch and the kernels: the only way from a Python object to a pointer.
+//
+// A pointer is handed out only in exchange for the shape and the element type that the kernel is going to use, so a kernel
+// cannot be bound without stating them, and whatever a caller passes, nothing is read or written outside of a tensor.
+#pragma once
+
+#include <nanobind/nanobind.h>
+
+#include <initializer_list>
+
+#include "dlpack_abi.h"
+#include "problem.h"
+
+namespace efla {
+
+using Shape = std::initializer_list<int64_t>;
+
+// What the boundary asks torch, as Python callables of torch's own: they cost 20 ns from here and no headers.
+struct Torch {
+  PyTypeObject* tensor_type = nullptr;
+  PyObject *is_neg = nullptr, *is_grad_enabled = nullptr, *dispatch_depth = nullptr, *get_num_threads = nullptr,
+           *increment_version = nullptr;
+  PyObject* forward_ad = nullptr;  // the dictionary of torch.autograd.forward_ad
+};
+
+// Returns whether this torch shows its tensors through a C table, which makes a call cheaper.
+bool bind_torch(const Torch& torch);
+
+// Whether torch is eager and nothing records what happens: no gradients of either mode, no dispatch mode.
+bool records_nothing();
+int num_threads();
+void increment_version(nanobind::handle tensor);
+
+// Whether the object is a torch.Tensor itself, not of a subclass, whose own rules would be passed over.
+bool is_plain_tensor(nanobind::handle object);
+
+// A tensor argument, or None. Every mismatch is a ValueError or TypeError that names the argument.
+class Tensor {
+ public:
+  Tensor(nanobind::handle object, const char* name);
+  Tensor(const Tensor&) = delete;
+  Tensor& operator=(const Tensor&) = delete;
+
+  explicit operator bool() const { return present_; }
+  int64_t size(int dimension) const { return view_.shape[dimension]; }
+  const Tensor& dimensions(int count) const;  // refuses any other number of dimensions
+  Dtype dtype() const;                        // refuses what the kernels do not compute with
+
+  // The rows of a tensor [B, T, H, D] or [B, T, C]: its last dimension is contiguous. Null if absent.
+  Strided rows(Shape shape, Dtype dtype) const;
+  // A tensor [B, T, H] of any strides. Null if absent.
+  Strided scalars(Shape shape, Dtype dtype) const;
+  // Contiguous memory; null if absent.
+  void* dense(Shape shape, Dtype dtype) const;
+  // The same, for memory of the caller's that is going to be overwritten.
+  void* writable(Shape shape, Dtype dtype) const;
+  const int64_t* integers(int64_t count) const;
+
+ private:
+  [[noreturn]] void refuse(const char* what) const;
+  void check_shape(Shape shape) const;
+  void check_dtype(Dtype dtype) const;
+
+  nanobind::handle object_;
+  nanobind::object owner_;  // keeps the exported memory alive where there is no C table
+  dlpack::Tensor view_{};
+  const char* name_;
+  bool present_ = false;
+  int64_t shape_[8], strides_[8];
+};
+
+// A new contiguous tensor made by torch, and its memory.
+struct Allocated {
+  nanobind::object object;
+  void* data;
+};
+bool can_allocate();
+Allocated allocate_tensor(Shape shape, Dtype dtype);
+
+}  // namespace efla
