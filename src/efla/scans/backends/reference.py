@@ -9,6 +9,7 @@ from itertools import pairwise
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from efla.scans.types import ScanGradients, ScanRequest, ScanResult
 from efla.scans.varlen import sequence_borders
@@ -30,31 +31,46 @@ def saved_size(k: Tensor, v: Tensor, chunk_size: int) -> int:
 
 
 def forward(request: ScanRequest, save: bool = False) -> ScanResult:
-    """Run the recurrence; differentiable by autograd through everything, so nothing needs saving."""
-    q, k, v, log_decay, erase, write = _widen(request)
-    batch, length = v.shape[:2]
-    outputs, finals = [], []
-    borders = sequence_borders(batch, length, request.cu_seqlens)
-    for n, (start, end) in enumerate(pairwise(borders)):
-        state = request.new_state().zero_() if request.initial_state is None else request.initial_state[n].to(v.dtype)
-        for position in range(start, end):
-            t = divmod(position, length)
-            state = step(state, k[t], v[t], log_decay[t], erase[t], write[t])
-            outputs.append(request.scale * torch.einsum("hkv,hk->hv", state, q[t]))
-        finals.append(state)
-    o = torch.stack(outputs).view(v.shape) if outputs else v.clone()
-    final_state = torch.stack(finals) if finals else request.new_state(0)
-    return ScanResult(o.to(request.v.dtype), final_state, v.new_empty(0))
+    """Run the recurrence; differentiable by autograd through everything, so nothing needs saving.
+
+    All sequences take a step together. Packed ones are padded with zeros, which is the step that does nothing; each final
+    state is the one after the sequence's own last token.
+    """
+    batch, length = request.v.shape[:2]
+    lengths = [end - start for start, end in pairwise(sequence_borders(batch, length, request.cu_seqlens))]
+    tokens = _widen(request)
+    if request.cu_seqlens is not None:
+        tokens = tuple(pad_sequence(list(x[0].split(lengths)), batch_first=True) for x in tokens)
+    dtype = request.compute_dtype
+    state = request.new_state(len(lengths)).zero_()
+    if request.initial_state is not None:
+        state = request.initial_state.to(dtype, copy=True)
+    states, outputs = [state], []
+    # unbind, not x[:, t]: the gradient of an index is a tensor of zeros as large as x, for every token.
+    for q_t, *token in zip(*(x.unbind(1) for x in tokens), strict=True):
+        states.append(step(states[-1], *token))
+        outputs.append(request.scale * _recall(states[-1], q_t))
+    o = torch.stack(outputs, 1) if outputs else tokens[2].clone()
+    final_state = states[-1]
+    if request.cu_seqlens is not None:
+        o = torch.cat([x[:end] for x, end in zip(o, lengths, strict=True)])[None]
+        final_state = torch.stack([states[end][n] for n, end in enumerate(lengths)])
+    return ScanResult(o.to(request.v.dtype), final_state, o.new_empty(0))
 
 
 def step(state: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, erase: Tensor, write: Tensor) -> Tensor:
     """One token: S = exp(log_decay) (I - erase k k^T) S + write k v^T.
 
-    state [H, K, V], k [H, K], v [H, V], scalars [H].
+    state [..., K, V], k [..., K], v [..., V], scalars [...].
     """
-    recalled = torch.einsum("hkv,hk->hv", state, k)
-    state = log_decay.exp()[:, None, None] * (state - k[:, :, None] * (erase[:, None] * recalled)[:, None, :])
-    return state + k[:, :, None] * (write[:, None] * v)[:, None, :]
+    recalled = _recall(state, k)
+    state = log_decay.exp()[..., None, None] * (state - k[..., None] * (erase[..., None] * recalled)[..., None, :])
+    return state + k[..., None] * (write[..., None] * v)[..., None, :]
+
+
+def _recall(state: Tensor, k: Tensor) -> Tensor:
+    """S^T k: state [..., K, V], k [..., K] -> [..., V]."""
+    return (k[..., None, :] @ state).squeeze(-2)
 
 
 def backward(request: ScanRequest, saved: Tensor, grad_o: Tensor, grad_final_state: Tensor | None) -> ScanGradients:
@@ -104,7 +120,7 @@ def backward(request: ScanRequest, saved: Tensor, grad_o: Tensor, grad_final_sta
     )
 
 
-def _widen(request: ScanRequest) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+def _widen(request: ScanRequest) -> tuple[Tensor, ...]:
     """All inputs in the compute dtype, keys and queries repeated for every value head, absent scalars as zeros."""
     dtype = request.compute_dtype
     group = request.num_value_heads // request.k.shape[2]
