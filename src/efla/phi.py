@@ -12,8 +12,11 @@ each evaluated without cancellation. Derivatives of every order are therefore as
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 # Below this argument the moments are summed as a series of positive terms; above it the upward recurrence is stable.
 _SERIES_LIMIT = 2.0
@@ -25,7 +28,12 @@ def phi1(x: Tensor) -> Tensor:
 
     Half-precision inputs are widened to float32; float64 stays float64. Differentiable to any order.
     """
-    return _exponential_moment(x if x.dtype in _SERIES_TERMS else x.float(), 0)
+    return _moment(x if x.dtype in _SERIES_TERMS else x.float(), 0)
+
+
+def forward_mode() -> bool:
+    """Whether forward-mode derivatives are being taken. torch's custom operators have none, and give zero without a word."""
+    return forward_ad._current_level >= 0
 
 
 def expm1(x: Tensor) -> Tensor:
@@ -63,6 +71,14 @@ def rational_step(beta: Tensor, rate: Tensor) -> Tensor:
     return torch.where(is_stiff, stiff, gentle)
 
 
+def _moment(x: Tensor, n: int) -> Tensor:
+    """m_n(x), differentiable in both modes."""
+    if forward_mode():
+        result: Tensor = _DualMoment.apply(x, n)  # type: ignore[no-untyped-call]
+        return result
+    return _exponential_moment(x, n)
+
+
 @torch.library.custom_op("efla::exponential_moment", mutates_args=())
 def _exponential_moment(x: Tensor, n: int) -> Tensor:
     """m_n(x); its derivative is -m_{n+1}(x), the same operator again. An operator so that torch.compile takes it whole."""
@@ -74,14 +90,31 @@ def _(x: Tensor, n: int) -> Tensor:
     return torch.empty_like(x)
 
 
-def _save_argument(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
+def _save_argument(ctx: Any, inputs: tuple[Tensor, int], output: Tensor) -> None:
     x, ctx.n = inputs
     ctx.save_for_backward(x)
+    ctx.save_for_forward(x)
 
 
-def _moment_backward(ctx, grad: Tensor):  # type: ignore[no-untyped-def]
+def _moment_backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
     (x,) = ctx.saved_tensors
-    return -grad * _exponential_moment(x, ctx.n + 1), None
+    return -grad * _moment(x, ctx.n + 1), None
+
+
+class _DualMoment(torch.autograd.Function):
+    """The same for forward mode, which an operator does not have."""
+
+    generate_vmap_rule = True
+    setup_context = staticmethod(_save_argument)
+    backward = staticmethod(_moment_backward)  # type: ignore[assignment]
+
+    @staticmethod
+    def forward(x: Tensor, n: int) -> Tensor:  # type: ignore[override]
+        return _moment_value(x, n)
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: Tensor, _: None) -> Tensor:  # type: ignore[override]
+        return _moment_backward(ctx, tangent)[0]
 
 
 _exponential_moment.register_autograd(_moment_backward, setup_context=_save_argument)

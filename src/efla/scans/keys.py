@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from efla import rowwise
+from efla.phi import forward_mode
 
 L2_EPSILON = 1e-6
 
@@ -15,17 +16,25 @@ def widest(x: Tensor) -> torch.dtype:
     return torch.float32 if x.device.type == "mps" else torch.float64
 
 
-@torch.library.custom_op("efla::squared_norm", mutates_args=())
 def squared_norm(k: Tensor) -> Tensor:
     """lam = k.k over the last axis, in the widest dtype: its gradient needs the range.
 
     k: [..., K] float32 or float64; returns [...]. The gradient 2 lam' k is formed as (2 lam' |k|) (k / |k|), since
     lam' alone leaves float32's range long before the product does.
     """
+    return _sum_of_squares(k) if forward_mode() else _squared_norm_op(k)
+
+
+def _sum_of_squares(k: Tensor) -> Tensor:
     return (k * k).sum(-1).to(widest(k), copy=True)
 
 
-@squared_norm.register_fake
+@torch.library.custom_op("efla::squared_norm", mutates_args=())
+def _squared_norm_op(k: Tensor) -> Tensor:
+    return _sum_of_squares(k)
+
+
+@_squared_norm_op.register_fake
 def _(k: Tensor) -> Tensor:
     return k.new_empty(k.shape[:-1], dtype=widest(k))
 
@@ -39,7 +48,9 @@ def _squared_norm_backward(ctx, grad: Tensor) -> Tensor:  # type: ignore[no-unty
 def l2_normalize(x: Tensor) -> Tensor:
     """x / sqrt(x.x + 1e-6) over the last axis, as flash-linear-attention does; x: [..., D], float32 or float64."""
     unit = rowwise.l2_norm(x, L2_EPSILON)
-    return l2_normalize_op(x) if unit is None else unit
+    if unit is not None:
+        return unit
+    return x * _inverse_norm(x) if forward_mode() else l2_normalize_op(x)
 
 
 @torch.library.custom_op("efla::l2_normalize", mutates_args=())
@@ -66,5 +77,5 @@ def _save_input_and_output(ctx, inputs, output) -> None:  # type: ignore[no-unty
     ctx.save_for_backward(*inputs, output)
 
 
-squared_norm.register_autograd(_squared_norm_backward, setup_context=_save_input_and_output)
+_squared_norm_op.register_autograd(_squared_norm_backward, setup_context=_save_input_and_output)
 l2_normalize_op.register_autograd(_l2_normalize_backward, setup_context=_save_input_and_output)

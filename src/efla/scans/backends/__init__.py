@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from efla.errors import BackendUnavailable, unknown_name
+from efla.phi import forward_mode
 from efla.scans.backends import chunked, fla, native, reference
 from efla.scans.types import Backend
 
@@ -37,20 +38,26 @@ def choose_backend(name: str, k: Tensor, v: Tensor, dtype: torch.dtype) -> Backe
     """
     if name != "auto":
         backend = get_backend(name)
-        reason = backend.unavailable() or backend.supports(k, v, dtype)
+        reason = _why_not(backend, k, v, dtype)
         if reason is not None:
-            others = ", ".join(repr(other) for other in _BACKENDS if other != name)
-            raise BackendUnavailable(f"backend {name!r} {reason}; use backend='auto' or one of {others}")
+            others = [repr(other) for other, it in _BACKENDS.items() if _why_not(it, k, v, dtype) is None]
+            raise BackendUnavailable(f"backend {name!r} {reason}; use backend='auto' or one of {', '.join(others)}")
         return backend
     passed_over: list[str] = []
     for candidate, backend in _BACKENDS.items():
-        reason = backend.unavailable() or backend.supports(k, v, dtype)
+        reason = _why_not(backend, k, v, dtype)
         if reason is None:
             if not torch.compiler.is_compiling():
                 log_choice(candidate, k.device.type, "; ".join(passed_over))
             return backend
         passed_over.append(f"{candidate!r} {reason}")
     raise AssertionError("the reference backend supports every call")
+
+
+def _why_not(backend: Backend, k: Tensor, v: Tensor, dtype: torch.dtype) -> str | None:
+    if forward_mode() and not backend.own_autograd:
+        return "has no forward-mode derivative (torch.func.jvp, dual tensors)"
+    return backend.unavailable() or backend.supports(k, v, dtype)
 
 
 @cache
