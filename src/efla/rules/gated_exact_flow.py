@@ -9,6 +9,9 @@ from efla.phi import expm1, flow_integral
 from efla.rules.base import FlowRates, StepCoefficients, UpdateRule, gated_flow
 
 
+_LARGEST_RATE = 1e30
+
+
 class GatedExactFlow(UpdateRule):
     """Gated EFLA, the exact flow of the gated delta rule read as an Euler step (paper: appendix efla_gated).
 
@@ -56,7 +59,8 @@ class GatedExactFlowLog(UpdateRule):
         return StepCoefficients(
             log_decay=log_gate,
             erase=flow_integral(beta, lam),
-            write=flow_integral(beta, lam, offset=-log_gate),
+            # A gate of exactly 0 is an infinite rate, and a quotient of two of those is no number.
+            write=flow_integral(beta, lam, offset=(-log_gate).clamp(max=_LARGEST_RATE)),
         )
 
     def flow(self, beta: Tensor, log_gate: Tensor | None = None) -> FlowRates:

@@ -32,6 +32,8 @@ own_autograd = False
 _CLOSED = -1e4
 # Largest [M, H, C, C] temporary, in elements.
 _GROUP_ELEMENTS = 1 << 21
+# A chunk much longer than the keys are wide sums up more roundings than the token-by-token run makes, and costs more.
+_NARROW, _SHORT_CHUNK = 8, 16
 
 
 def unavailable() -> str | None:
@@ -45,7 +47,12 @@ def supports(k: Tensor, v: Tensor, dtype: torch.dtype) -> str | None:
 def saved_size(k: Tensor, v: Tensor, chunk_size: int) -> int:
     """States before each chunk: [num_chunks, Hv, K, V], flat."""
     batch, length, _, key_dim = k.shape
+    chunk_size = _chunk_length(k, chunk_size)
     return batch * -(-length // chunk_size) * v.shape[2] * key_dim * v.shape[3]
+
+
+def _chunk_length(k: Tensor, chunk_size: int) -> int:
+    return _SHORT_CHUNK if k.shape[3] <= _NARROW else chunk_size
 
 
 def forward(request: ScanRequest, save: bool) -> ScanResult:
@@ -68,7 +75,10 @@ def forward(request: ScanRequest, save: bool) -> ScanResult:
             before[now] = active
             written[now] = updates[now] if weights is None else updates[now] - weights[now] @ active
             active.mul_(chunks.decay_all[now]).add_(chunks.k_to_end[now].mT @ written[now])
-        chunks.store(o, request.scale * (chunks.q_from_start @ before + chunks.attention() @ written))
+        # A product with zero keeps what is not finite: what a token writes may reach later tokens only.
+        is_spoiled = (~written.isfinite()).any(-1, keepdim=True).cummax(2).values
+        read = chunks.attention() @ written.masked_fill_(is_spoiled, 0)
+        chunks.store(o, (request.scale * (chunks.q_from_start @ before + read)).masked_fill_(is_spoiled, torch.nan))
         if save:
             borders[group.first_chunk : group.first_chunk + len(before)] = before
     final = torch.empty_like(state)
@@ -162,7 +172,8 @@ def _plan(request: ScanRequest) -> ChunkPlan:
     borders = sequence_borders(batch, length, request.cu_seqlens)
     longest = max((end - start for start, end in pairwise(borders)), default=0)
     # Short sequences need no long chunk; they are one chunk either way.
-    return ChunkPlan.build(borders, min(request.chunk_size, max(16, 1 << max(longest - 1, 0).bit_length())))
+    chunk_size = _chunk_length(request.k, request.chunk_size)
+    return ChunkPlan.build(borders, min(chunk_size, max(16, 1 << max(longest - 1, 0).bit_length())))
 
 
 def _groups(plan: ChunkPlan, request: ScanRequest):  # type: ignore[no-untyped-def]
@@ -234,7 +245,7 @@ class _Chunks:
 
     def attention(self) -> Tensor:
         """Q K^T . D . Tril: [M, H, C, C]."""
-        return (self.q @ self.k.mT).mul_(self.causal_decay())
+        return (self.q @ self.k.mT).mul_(self.causal_decay()).tril_()
 
     @property
     def erased_k(self) -> Tensor:
