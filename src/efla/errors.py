@@ -3,11 +3,20 @@
 from __future__ import annotations
 
 import difflib
+import warnings
 from collections.abc import Iterable, Mapping
 
 
 class BackendUnavailable(RuntimeError):
     """A backend was asked for by name and cannot run the call; the message says why and what to use instead."""
+
+
+class LayoutWarning(UserWarning):
+    """Inputs look head-major, [B, H, T, D], where token-major ones are expected."""
+
+
+# Our own layers know their layout, and prompts shorter than the number of heads are common there.
+warnings.filterwarnings("ignore", category=LayoutWarning, module=r"efla\.(layers|distributed|integrations)")
 
 
 def unknown_name(kind: str, name: object, known: Iterable[str]) -> ValueError:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.compiler import is_dynamo_compiling
 
 from efla import rules
 from efla.rules import UpdateRule
@@ -14,6 +15,7 @@ from efla.scans.keys import l2_normalize, squared_norm
 from efla.scans.operators import needs_gradient
 from efla.scans.torch_ops import run_scan, without_autocast
 from efla.scans.types import Backend, FusedRequest, ScanRequest, compute_dtype
+from efla.scans.validation import CHUNK_SIZES
 
 
 def linear_attention(
@@ -45,19 +47,21 @@ def linear_attention(
     qk_l2norm: q / sqrt(q.q + 1e-6) and k likewise, inside the call. backend: see :func:`efla.backends`.
     inplace_state: the final state may overwrite initial_state, which saves a copy per decoded token; not with gradients.
     """
-    if cu_seqlens is None and backend in ("auto", "native"):
+    if cu_seqlens is None and backend in _TRY_NATIVE and chunk_size in CHUNK_SIZES and not is_dynamo_compiling():
         done = native.attend(
-            q, k, v, beta, log_gate, rule, qk_l2norm, scale, initial_state, output_final_state, inplace_state
-        )
+            q, k, v, beta, log_gate, rule, qk_l2norm, scale, initial_state, output_final_state, inplace_state,
+            validation.enabled,
+        )  # fmt: skip
         if done is not None:
-            if backend == "auto":
-                log_choice("native", "cpu")
+            if backend is not _announced:
+                _announce(backend)
             return done
     update_rule = rules.get(rule)
-    if validation.validation_enabled():
+    if validation.enabled:
         validation.check_qkv(q, k, v)
         validation.check_rule_inputs(update_rule, beta, log_gate, v)
-        validation.check_call(k, v, initial_state, cu_seqlens, chunk_size)
+        validation.check_call(k, v, initial_state, cu_seqlens, scale, chunk_size, qk_l2norm)
+        validation.warn_about_layout(k)
     dtype = compute_dtype(q, k, v, initial_state)
     chosen = choose_backend(backend, k, v, dtype)
     scale = _default_scale(scale, k)
@@ -122,7 +126,7 @@ def scan(
     ``log_decay=None`` means no decay and ``erase=None`` nothing erased. A padded token is the step that does nothing:
     log_decay = erase = write = 0. Everything else as in :func:`linear_attention`.
     """
-    if validation.validation_enabled():
+    if validation.enabled:
         validation.check_qkv(q, k, v)
         for name, x in (("log_decay", log_decay), ("erase", erase), ("write", write)):
             if x is not None:
@@ -131,7 +135,8 @@ def scan(
             raise ValueError(
                 f"log_decay must be <= 0, got {float(log_decay.max()):.6g}; a memory may not grow by itself"
             )
-        validation.check_call(k, v, initial_state, cu_seqlens, chunk_size)
+        validation.check_call(k, v, initial_state, cu_seqlens, scale, chunk_size)
+        validation.warn_about_layout(k)
     dtype = compute_dtype(q, k, v, initial_state)
     log_decay, erase, write = _convert(log_decay, erase, write, dtype)
     request = ScanRequest(
@@ -147,6 +152,18 @@ def scan(
         chunk_size=chunk_size,
     )
     return _run(request, output_final_state, choose_backend(backend, k, v, dtype))
+
+
+_TRY_NATIVE = ("auto", "native")
+_announced: str | None = None
+
+
+def _announce(backend: str) -> None:
+    """Say once what "auto" took; remembers the string object itself, the cheapest test in a loop of single tokens."""
+    global _announced
+    if backend == "auto":
+        log_choice("native", "cpu")
+    _announced = backend
 
 
 def _step_coefficients(

@@ -25,8 +25,9 @@ def fake_result(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Empty (o, final_state, saved) of the right sizes; ``saved_size`` is asked for an unpacked call only."""
     size: int | torch.SymInt = 0
-    if save and request.cu_seqlens is not None:
-        # How many chunks a packed batch has depends on its borders, which a fake tensor does not hold.
+    if save and (request.cu_seqlens is not None or isinstance(request.k.shape[1], torch.SymInt)):
+        # How many chunks a packed batch has depends on its borders, which a fake tensor does not hold; and an exact size
+        # that may be zero would split torch.export's dynamic length into cases.
         size = torch.library.get_ctx().new_dynamic_size()
     elif save:
         size = saved_size()

@@ -87,7 +87,8 @@ def run_scan(request: ScanRequest, backend: str) -> ScanResult:
 
 def without_autocast(x: Tensor) -> torch.autocast:
     """Switches autocast off: casting the inputs alone does not keep it from recasting inside."""
-    return torch.autocast(x.device.type, enabled=False)
+    # The meta device has no autocast of its own.
+    return torch.autocast("cpu" if x.is_meta else x.device.type, enabled=False)
 
 
 def _request(*arguments: Any) -> ScanRequest:

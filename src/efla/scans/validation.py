@@ -7,18 +7,24 @@ cu_seqlens) are checked where looking at them needs no device synchronisation; s
 from __future__ import annotations
 
 import contextlib
+import math
 import os
+import warnings
 from collections.abc import Iterator
 from itertools import pairwise
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
-from efla.errors import unknown_name
+from efla.errors import LayoutWarning, unknown_name
 from efla.rules import UpdateRule
+from efla.rules import names as rule_names
 
 _LEVELS = ("off", "auto", "full")
 _level = "auto"
+enabled = True
+"""Whether anything is checked at all."""
 
 CHUNK_SIZES = (16, 32, 64, 128, 256)
 
@@ -28,10 +34,10 @@ def set_validation(level: str) -> None:
 
     The environment variable ``EFLA_VALIDATION`` sets the level at start.
     """
-    global _level
+    global _level, enabled
     if level not in _LEVELS:
         raise unknown_name("validation level", level, _LEVELS)
-    _level = level
+    _level, enabled = level, level != "off"
 
 
 @contextlib.contextmanager
@@ -48,21 +54,39 @@ def validation(level: str) -> Iterator[None]:
 set_validation(os.environ.get("EFLA_VALIDATION", "auto"))
 
 
-def validation_enabled() -> bool:
-    return _level != "off"
+def has_values(tensor: Tensor) -> bool:
+    """Whether the tensor has values to look at: not while tracing, not on the meta device, not a fake tensor."""
+    return not (torch.compiler.is_compiling() or tensor.is_meta or isinstance(tensor, FakeTensor))
 
 
 def checks_values(tensor: Tensor) -> bool:
-    """Whether the values of this tensor may be looked at: never while tracing, on an accelerator only when asked."""
-    if _level == "off" or torch.compiler.is_compiling():
+    """Whether the values of this tensor are checked: on an accelerator only when asked."""
+    if not enabled or not has_values(tensor):
         return False
     return _level == "full" or tensor.device.type == "cpu"
 
 
+def warn_about_layout(k: Tensor) -> None:
+    """Say so if k looks head-major, [B, H, T, K]: there are more heads than tokens, which only short prompts have."""
+    length, num_heads = k.shape[1:3]
+    if enabled and 1 < length < num_heads and not torch.compiler.is_compiling():
+        warnings.warn(
+            f"k has shape {_shape(k)}: {length} tokens, fewer than its {num_heads} heads. Inputs are token-major, "
+            "[B, T, H, D]; if these are head-major, pass x.transpose(1, 2)",
+            LayoutWarning,
+            stacklevel=3,
+        )
+
+
+def check_tensor(name: str, x: object) -> None:
+    if not isinstance(x, Tensor):
+        hint = f"; write rule={x!r}" if isinstance(x, str) and x in rule_names() else ""
+        raise TypeError(f"{name} must be a torch.Tensor, got {type(x).__name__}{hint}")
+
+
 def check_qkv(q: Tensor, k: Tensor, v: Tensor) -> None:
     for name, x in (("q", q), ("k", k), ("v", v)):
-        if not isinstance(x, Tensor):
-            raise TypeError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
+        check_tensor(name, x)
         if x.dim() != 4:
             raise ValueError(f"{name} must have 4 dimensions [B, T, H, D], got {_shape(x)}; inputs are token-major.")
         if not x.is_floating_point():
@@ -88,8 +112,7 @@ def check_qkv(q: Tensor, k: Tensor, v: Tensor) -> None:
 
 def check_scalar(name: str, x: Tensor, v: Tensor) -> None:
     """A scalar per token and value head: [B, T, Hv]."""
-    if not isinstance(x, Tensor):
-        raise TypeError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
+    check_tensor(name, x)
     if x.shape != v.shape[:3]:
         raise ValueError(
             f"{name} must have shape [B, T, H] = {list(v.shape[:3])} to match v, got {_shape(x)}; inputs are token-major."
@@ -104,6 +127,8 @@ def check_rule_inputs(rule: UpdateRule, beta: Tensor | None, log_gate: Tensor | 
     for name, x, is_needed in (("beta", beta, rule.needs_beta), ("log_gate", log_gate, rule.needs_gate)):
         if is_needed and x is None:
             raise ValueError(f"rule {rule.name!r} needs {name} of shape [B, T, H] = {list(v.shape[:3])}, got None")
+        if x is not None:
+            check_tensor(name, x)
         if not is_needed and x is not None:
             raise ValueError(
                 f"rule {rule.name!r} takes no {name}, got one of shape {_shape(x)}; leave it out{_gated(rule, name)}"
@@ -127,11 +152,24 @@ def gate_error(value: float) -> ValueError:
     )
 
 
-def check_call(k: Tensor, v: Tensor, initial_state: Tensor | None, cu_seqlens: Tensor | None, chunk_size: int) -> None:
+def check_call(
+    k: Tensor,
+    v: Tensor,
+    initial_state: Tensor | None,
+    cu_seqlens: Tensor | None,
+    scale: float | None,
+    chunk_size: int,
+    qk_l2norm: bool = False,
+) -> None:
+    if scale is not None and has_values(k) and not math.isfinite(scale):
+        raise ValueError(f"scale must be a finite number, got {scale}; leave it out for K**-0.5")
+    if not isinstance(qk_l2norm, bool):
+        raise TypeError(f"qk_l2norm must be True or False, got {qk_l2norm!r}")
     num_sequences = k.shape[0]
     if cu_seqlens is not None:
         num_sequences = _check_cu_seqlens(cu_seqlens, k)
     if initial_state is not None:
+        check_tensor("initial_state", initial_state)
         expected = [num_sequences, v.shape[2], k.shape[3], v.shape[3]]
         if list(initial_state.shape) != expected:
             raise ValueError(f"initial_state must have shape [N, Hv, K, V] = {expected}, got {_shape(initial_state)}")
