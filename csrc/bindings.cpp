@@ -341,15 +341,16 @@ NB_MODULE(_native, m) {
   m.def(
       "bind_torch",
       [](nb::handle tensor_type, nb::handle is_neg, nb::handle is_grad_enabled, nb::handle dispatch_depth,
-         nb::handle get_num_threads, nb::handle increment_version, nb::handle forward_ad) {
+         nb::handle get_num_threads, nb::handle increment_version, nb::handle forward_ad, bool use_c_table) {
         for (nb::handle h : {tensor_type, is_neg, is_grad_enabled, dispatch_depth, get_num_threads, increment_version, forward_ad})
           h.inc_ref();  // for good
-        return efla::bind_torch({reinterpret_cast<PyTypeObject*>(tensor_type.ptr()), is_neg.ptr(), is_grad_enabled.ptr(),
-                                 dispatch_depth.ptr(), get_num_threads.ptr(), increment_version.ptr(), forward_ad.ptr()});
+        efla::bind_torch({reinterpret_cast<PyTypeObject*>(tensor_type.ptr()), is_neg.ptr(), is_grad_enabled.ptr(),
+                          dispatch_depth.ptr(), get_num_threads.ptr(), increment_version.ptr(), forward_ad.ptr()},
+                         use_c_table);
       },
       nb::arg("tensor_type"), nb::arg("is_neg"), nb::arg("is_grad_enabled"), nb::arg("dispatch_depth"),
-      nb::arg("get_num_threads"), nb::arg("increment_version"), nb::arg("forward_ad"),
-      "Tell the module what a tensor is and how to ask torch; False if this torch has no C table for tensors, which `attend` needs.");
+      nb::arg("get_num_threads"), nb::arg("increment_version"), nb::arg("forward_ad"), nb::arg("use_c_table"),
+      "Tell the module what a tensor is and how to ask torch. Without a C table of tensors `attend` always declines.");
   m.attr("rule_codes") = nb::dict();
   rule_codes = nb::object(m.attr("rule_codes")).release().ptr();
 }

@@ -73,16 +73,14 @@ bool is_writable(PyObject* tensor, void* data) {
 
 }  // namespace
 
-bool bind_torch(const Torch& bound) {
+void bind_torch(const Torch& bound, bool use_c_table) {
   torch = bound;
   api = nullptr;
   const nb::handle type(reinterpret_cast<PyObject*>(torch.tensor_type));
   nb::object capsule = nb::getattr(type, "__dlpack_c_exchange_api__", nb::none());
-  if (!PyCapsule_IsValid(capsule.ptr(), "dlpack_exchange_api")) return false;
+  if (!use_c_table || !PyCapsule_IsValid(capsule.ptr(), "dlpack_exchange_api")) return;
   auto* table = static_cast<const dlpack::ExchangeApi*>(PyCapsule_GetPointer(capsule.ptr(), "dlpack_exchange_api"));
-  if (table->version.major != 1 || !table->view_object) return false;
-  api = table;
-  return true;
+  if (table->version.major == 1 && table->view_object) api = table;
 }
 
 bool records_nothing() {

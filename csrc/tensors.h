@@ -23,8 +23,8 @@ struct Torch {
   PyObject* forward_ad = nullptr;  // the dictionary of torch.autograd.forward_ad
 };
 
-// Returns whether this torch shows its tensors through a C table, which makes a call cheaper.
-bool bind_torch(const Torch& torch);
+// use_c_table: read tensors through torch's C table, if it has one, which makes a call cheaper.
+void bind_torch(const Torch& torch, bool use_c_table);
 
 // Whether torch is eager and nothing records what happens: no gradients of either mode, no dispatch mode.
 bool records_nothing();

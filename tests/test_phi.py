@@ -104,3 +104,16 @@ def test_flow_integral_with_offset_passes_gradcheck_on_both_sides_of_its_switch(
     rate = torch.tensor([2.0, 1.0, 1.0, 1.0, 50.0], dtype=torch.float64, requires_grad=True)
     offset = torch.tensor([0.1, 0.2, 3.0, 3.0, 0.5], dtype=torch.float64, requires_grad=True)
     assert torch.autograd.gradcheck(flow_integral, (beta, rate, offset))
+
+
+@pytest.mark.parametrize("offset", [None, 0.5, 3.0])
+def test_the_gradient_of_beta_has_all_its_digits_where_a_step_is_stiff(offset):
+    """d/dbeta of the integral without offset is exp(-beta rate): 1e-17 at 40, far below the terms that a quotient has."""
+    beta = torch.tensor([0.5, 1.01, 2.0, 10.0, 30.0, 49.0], dtype=torch.float64, requires_grad=True)
+    rate = torch.ones_like(beta)
+    shift = None if offset is None else torch.full_like(beta, offset)
+    (got,) = torch.autograd.grad(flow_integral(beta, rate, offset=shift).sum(), beta)
+    with mpmath.workdps(60):
+        d = mpmath.mpf(offset or 0)
+        exact = [mpmath.diff(lambda b: b * (1 - mpmath.exp(-(d + b))) / (d + b), mpmath.mpf(b)) for b in beta.tolist()]
+    assert max(relative_errors(got, exact)) <= 1e-12

@@ -11,6 +11,7 @@
 #include <cstring>
 #include <limits>
 #include <random>
+#include <stdexcept>
 #include <string>
 #include <vector>
 
@@ -261,7 +262,7 @@ Case make_case() {
   const Dtype dtype = Dtype(pick(0, 3));
   const Dtype compute = dtype == Dtype::float64 ? Dtype::float64 : Dtype::float32;
   const int64_t K = widths[pick(0, 13)], V = widths[pick(0, 13)], Hk = pick(1, 3), Hv = Hk * pick(1, 3);
-  int64_t B = pick(1, 3), T = pick(0, 4) ? pick(0, 12) : pick(13, 150), N = B;
+  int64_t B = pick(0, 9) ? pick(1, 3) : 0, T = pick(0, 4) ? pick(0, 12) : pick(13, 150), N = B;
   std::vector<int64_t> cu;
   if (pick(0, 2) == 0) {
     B = 1, N = pick(1, 4), cu = {0};
@@ -358,8 +359,48 @@ bool run_case(Case& c, const Reference& want) {
     p.border_states = nullptr;
     ok &= run_forward(p) == 0;
     if (again.memory != final_state.memory) std::fprintf(stderr, "IN PLACE differs: %s\n", c.name.c_str()), ok = false;
+    // A beta outside of the rule's domain is noticed before the state is touched.
+    if (scalars && p.rule != Rule::raw && p.rule != Rule::linear) {
+      Dense untouched = initial;
+      Tensor beta = c.c1;
+      beta.fill([] { return -1.0; });
+      p.erase = beta.strided, p.erase.data = beta.memory.data() + beta.origin * int64_t(element_size(compute));
+      p.initial_state = p.final_state = untouched.data(), p.check_domain = true;
+      ok &= run_forward(p) == kNegativeBeta;
+      if (untouched.memory != initial.memory) std::fprintf(stderr, "REFUSED but written: %s\n", c.name.c_str()), ok = false;
+    }
   }
   return ok;
+}
+
+// Sizes that do not belong together: refused before anything is read or written, so no pointer is needed.
+bool refused_case() {
+  Problem p;
+  p.batch = p.sequences = 2, p.tokens = 5, p.key_heads = 2, p.value_heads = 4, p.K = 8, p.V = 8;
+  std::vector<int64_t> cu;
+  switch (pick(0, 9)) {
+    case 0: p.K = pick(0, 1) ? 0 : 257; break;
+    case 1: p.V = pick(0, 1) ? -3 : 300; break;
+    case 2: p.value_heads = pick(0, 1) ? 3 : 0; break;
+    case 3: p.key_heads = pick(0, 1) ? 0 : -2; break;
+    case 4: p.sequences = pick(0, 1) ? 3 : 1; break;
+    case 5: p.tokens = -1; break;
+    case 6: p.dtype = Dtype(pick(4, 9)); break;
+    case 7: p.rule = Rule(kRuleCount); break;
+    case 8: cu = {0, 2, 5}; break;  // B is not 1
+    default: p.batch = 1, cu = pick(0, 1) ? std::vector<int64_t>{0, 4, 3, 5} : std::vector<int64_t>{0, 2, 5 + pick(1, 9)};
+  }
+  if (!cu.empty()) p.cu_seqlens = cu.data(), p.sequences = int64_t(cu.size()) - 1;
+  for (auto run : {run_forward, run_backward}) {
+    try {
+      run(p);
+    } catch (const std::invalid_argument&) {
+      continue;
+    }
+    std::fprintf(stderr, "NOT REFUSED: a problem whose sizes do not fit\n");
+    return false;
+  }
+  return true;
 }
 
 }  // namespace
@@ -368,6 +409,7 @@ int main(int argc, char** argv) {
   const int cases = argc > 1 ? std::atoi(argv[1]) : 300;
   rng.seed(argc > 2 ? std::strtoull(argv[2], nullptr, 10) : 1);
   for (int i = 0; i < cases; ++i) {
+    if (!refused_case()) return 1;
     Case c = make_case();
     const Problem& p = c.p;
     const size_t scalars = size_t(p.batch * p.tokens * p.value_heads), keys = size_t(p.batch * p.tokens * p.key_heads * p.K);

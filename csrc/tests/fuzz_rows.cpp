@@ -7,6 +7,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <random>
+#include <stdexcept>
 #include <string>
 #include <vector>
 
@@ -63,15 +64,17 @@ bool conv_case() {
   ConvProblem p;
   const bool packed = pick(0, 1);
   p.silu = pick(0, 1), p.channels = int(pick(1, 300)), p.width = int(pick(1, 7));
-  p.batch = packed ? 1 : pick(1, 3), p.tokens = pick(0, 150), p.sequences = packed ? pick(1, 5) : p.batch;
+  p.batch = packed ? 1 : pick(0, 3), p.tokens = pick(0, 150), p.sequences = packed ? pick(1, 5) : p.batch;
   std::vector<int64_t> borders(size_t(p.sequences) + 1, 0);
   for (int64_t n = 1; n <= p.sequences; ++n) borders[n] = n == p.sequences ? p.tokens : pick(borders[n - 1], p.tokens);
   if (packed) p.cu_seqlens = borders.data();
-  p.x_token = p.channels + pick(0, 3), p.x_batch = p.tokens * p.x_token;
+  const int64_t stride = p.channels + pick(0, 3);
+  p.x_token = pick(0, 3) ? stride : -stride, p.x_batch = p.tokens * stride;
   p.groups = conv_groups(p.cu_seqlens, p.sequences, p.tokens);
   const int64_t size = p.batch * p.tokens * p.channels, held = p.sequences * (p.width - 1) * p.channels;
-  const int64_t gap = p.x_token - p.channels, rows = p.batch * p.tokens;
-  const Buffer x = drawn(rows ? rows * p.x_token - gap : 0), dy = drawn(size), past = drawn(held);
+  const int64_t gap = stride - p.channels, rows = p.batch * p.tokens;
+  const int64_t origin = p.x_token < 0 && rows ? (p.tokens - 1) * stride : 0;
+  const Buffer x = drawn(rows ? rows * stride - gap : 0), dy = drawn(size), past = drawn(held);
   const Buffer weight = drawn(int64_t(p.width) * p.channels), bias = drawn(p.channels);
   const bool has_past = pick(0, 1) && p.width > 1;
   Buffer first[4];
@@ -79,13 +82,38 @@ bool conv_case() {
     set_simd(level);
     Buffer y = unwritten(size), dx = unwritten(size), dw = unwritten(p.groups * (p.width + 1) * p.channels);
     Buffer dpast(past.size(), 0.f);  // an empty sequence leaves its past as it is
-    p.x = x.data(), p.weight = weight.data();
+    p.x = x.data() + origin, p.weight = weight.data();
     p.bias = bias.data(), p.past = has_past ? past.data() : nullptr, p.dpast = has_past ? dpast.data() : nullptr;
     p.y = y.data(), p.dy = dy.data(), p.dx = dx.data(), p.dweight_parts = dw.data();
     run_conv_forward(p, int(pick(1, 3)));
     run_conv_backward(p, int(pick(1, 3)));
     if (!agree("y", y, first[0], level) || !agree("dx", dx, first[1], level)) return false;
     if (!agree("dweight", dw, first[2], level) || !agree("dpast", dpast, first[3], level)) return false;
+  }
+  return true;
+}
+
+// Sizes that do not belong together are refused before anything is read.
+bool refused_case() {
+  ConvProblem p;
+  p.batch = p.sequences = 2, p.tokens = 5, p.channels = 8, p.width = 4;
+  std::vector<int64_t> borders;
+  switch (pick(0, 4)) {
+    case 0: p.width = pick(0, 1) ? 0 : 17; break;
+    case 1: p.channels = pick(0, 1) ? 0 : -8; break;
+    case 2: p.sequences = pick(0, 1) ? 3 : 1; break;
+    case 3: borders = {0, 2, 5}; break;  // B is not 1
+    default: p.batch = 1, borders = pick(0, 1) ? std::vector<int64_t>{0, 4, 3, 5} : std::vector<int64_t>{0, 2, 9};
+  }
+  if (!borders.empty()) p.cu_seqlens = borders.data(), p.sequences = int64_t(borders.size()) - 1;
+  for (auto run : {run_conv_forward, run_conv_backward}) {
+    try {
+      run(p, 1);
+    } catch (const std::invalid_argument&) {
+      continue;
+    }
+    std::fprintf(stderr, "NOT REFUSED: a convolution whose sizes do not fit\n");
+    return false;
   }
   return true;
 }
@@ -114,7 +142,7 @@ int main(int argc, char** argv) {
   const int cases = argc > 1 ? std::atoi(argv[1]) : 300;
   rng.seed(argc > 2 ? std::strtoull(argv[2], nullptr, 10) : 1);
   for (int i = 0; i < cases; ++i)
-    if (!norm_case() || !conv_case() || !gate_case()) return 1;
+    if (!norm_case() || !conv_case() || !gate_case() || !refused_case()) return 1;
   std::printf("%d norms, convolutions and gates at %zu SIMD levels: all agree\n", cases, simd_levels().size());
   return 0;
 }

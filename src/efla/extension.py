@@ -43,8 +43,8 @@ def materialize(x: Tensor) -> Tensor:
     return x.clone() if x.is_neg() or x._is_zerotensor() else x
 
 
-if module is not None:
-    _share_torch_threads()
+def bind_torch(*, use_c_table: bool = True) -> None:
+    """Tell the module what a tensor is and how to ask torch; torch before 2.10 has no C table of its tensors."""
     module.bind_torch(
         Tensor,
         Tensor.is_neg,
@@ -53,4 +53,10 @@ if module is not None:
         torch.get_num_threads,
         torch._C._increment_version,
         vars(forward_ad),
+        use_c_table,
     )
+
+
+if module is not None:
+    _share_torch_threads()
+    bind_torch()

@@ -39,6 +39,8 @@ def without_kernels() -> Iterator[None]:
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """weight * x / sqrt(mean(x^2) + eps) over the last axis; x: [..., D], weight: [D]."""
+    if x.shape[-1:] != weight.shape:
+        raise ValueError(f"x must have rows of width {weight.shape[0]}, as the norm's weight, got {list(x.shape)}")
     if not _kernels_take(x, weight):
         wide = wider(x)
         return functional.rms_norm(x.to(wide), (x.shape[-1],), weight.to(wide), eps).to(x.dtype)

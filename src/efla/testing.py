@@ -216,15 +216,19 @@ def run(
         return {"o": o, "final_state": state}
     leaves = {name: x.detach().clone().requires_grad_() for name, x in inputs.tensors().items()}
     o, state = call(replace(inputs, **leaves))  # type: ignore[arg-type]
-    generator = torch.Generator().manual_seed(7)
-    cotangents = [torch.randn(x.shape, generator=generator, dtype=torch.float64).to(x.device) for x in (o, state)]
-    loss = sum((x.to(torch.float64) * c).sum() for x, c in zip((o, state), cotangents, strict=True))
+    loss = sum((x.to(torch.float64) * c).sum() for x, c in zip((o, state), cotangents(o, state), strict=True))
     assert isinstance(loss, Tensor)
     grads = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True)
     results = {"o": o.detach(), "final_state": state.detach()}
     for (name, leaf), grad in zip(leaves.items(), grads, strict=True):
         results[f"grad_{name}"] = torch.zeros_like(leaf) if grad is None else grad
     return results
+
+
+def cotangents(*results: Tensor) -> list[Tensor]:
+    """What :func:`run` multiplies results with before it differentiates their sum."""
+    generator = torch.Generator().manual_seed(7)
+    return [torch.randn(x.shape, generator=generator, dtype=torch.float64).to(x.device) for x in results]
 
 
 def oracle(inputs: ScanInputs, *, gradients: bool = True) -> dict[str, Tensor]:

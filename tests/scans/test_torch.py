@@ -127,3 +127,49 @@ def test_half_precision_accumulates_in_float32(backend):
     o, state = inputs.call(backend)
     assert o.dtype == torch.bfloat16
     assert state.dtype == torch.float32
+
+
+@pytest.mark.parametrize(("name", "value"), [("beta", -0.25), ("log_gate", 0.5)])
+def test_compiled_code_still_refuses_values_outside_the_domain(name, value):
+    """Tracing sees no values: the kernels' own status is what is left to notice them."""
+    inputs = make_inputs("gated_efla", length=20)
+    inputs.tensors()[name][-1, -1, -1] = value
+    torch._dynamo.reset()
+    compiled = torch.compile(attention, fullgraph=True, backend="eager")
+    with pytest.raises(Exception, match=f"{name} must be .* got {value}"):
+        compiled(inputs.q, inputs.k, inputs.v, inputs.beta, inputs.log_gate, backend="native")
+
+
+@pytest.mark.parametrize("grad", [False, True], ids=["no_grad", "grad"])
+@pytest.mark.parametrize("backend", ALL_BACKENDS)
+def test_a_float64_state_makes_the_whole_call_float64(backend, grad):
+    inputs = make_inputs("gated_efla", length=40, initial_state=True)
+    wide = inputs.initial_state.double()
+    with torch.set_grad_enabled(grad):
+        o, state = efla.linear_attention(
+            inputs.q, inputs.k, inputs.v, inputs.beta, inputs.log_gate, rule="gated_efla", initial_state=wide,
+            output_final_state=True, backend=backend,
+        )  # fmt: skip
+    expected = inputs.double().call("reference")
+    assert (o.dtype, state.dtype) == (torch.float32, torch.float64)
+    torch.testing.assert_close(state, expected[1], rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("rule", ["efla", "gated_efla"])
+@pytest.mark.parametrize("backend", ["auto", "chunked", "reference"])
+def test_tensors_without_values_give_shapes(backend, rule):
+    """On the meta device and in a fake mode, with gradients: what FLOP counters and memory estimates run on."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    def shapes(inputs):
+        leaves = {name: x.requires_grad_() for name, x in inputs.tensors().items()}
+        o, state = inputs.call(backend)
+        grads = torch.autograd.grad(o.sum() + state.sum(), list(leaves.values()), allow_unused=True)
+        return o.shape, state.shape, [None if g is None else g.shape for g in grads]
+
+    inputs = make_inputs(rule, length=70, initial_state=True)
+    expected = shapes(make_inputs(rule, length=70, initial_state=True))
+    assert shapes(make_inputs(rule, length=70, initial_state=True, device="meta")) == expected
+    with FakeTensorMode() as mode:
+        fake = efla.testing.replace(inputs, **{n: mode.from_tensor(x) for n, x in inputs.tensors().items()})
+        assert shapes(fake) == expected

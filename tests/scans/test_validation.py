@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 import torch
 
 import efla
+from efla.errors import LayoutWarning
 from efla.testing import make_inputs
 
 
@@ -33,15 +37,63 @@ BAD = {
     "half state": (dict(initial_state=torch.rand(2, 2, 4, 4).bfloat16()), r"initial_state must be float32 or float64"),
     "odd chunk": (dict(chunk_size=48), r"chunk_size must be one of 16, 32, 64, 128, 256, got 48"),
     "packed batch of two": (dict(cu_seqlens=torch.tensor([0, 8])), r"B must be 1, got 2"),
+    "chunk of 17": (dict(chunk_size=17), r"chunk_size must be one of .*, got 17"),
+    "scale of nan": (dict(scale=float("nan")), r"scale must be a finite number, got nan; leave it out"),
+    "infinite scale": (dict(scale=float("inf")), r"scale must be a finite number, got inf"),
+    "norm by name": (dict(qk_l2norm="x"), r"qk_l2norm must be True or False, got 'x'"),
+    "rule by position": (dict(log_gate="efla"), r"log_gate must be a torch.Tensor, got str; write rule='efla'"),
+    "state by position": (dict(beta=[0.5]), r"beta must be a torch.Tensor, got list"),
+    "state of another kind": (dict(initial_state=0), r"initial_state must be a torch.Tensor, got int"),
     "unknown backend": (dict(backend="chunky"), r"unknown backend 'chunky'; did you mean 'chunked'"),
 }  # fmt: skip
 
 
+@pytest.mark.parametrize("grad", [True, False], ids=["grad", "no_grad"])
 @pytest.mark.parametrize("case", BAD)
-def test_bad_input_is_named(case):
+def test_bad_input_is_named(case, grad):
     changes, message = BAD[case]
-    with pytest.raises((ValueError, TypeError), match=message):
+    with torch.set_grad_enabled(grad), pytest.raises((ValueError, TypeError), match=message):
         call(**changes)
+
+
+def head_major(heads=6, length=20):
+    inputs = make_inputs("efla", length=length, key_heads=heads, value_heads=heads)
+    return [x.transpose(1, 2).contiguous() for x in (inputs.q, inputs.k, inputs.v, inputs.beta)]
+
+
+@pytest.mark.parametrize("grad", [True, False], ids=["grad", "no_grad"])
+@pytest.mark.parametrize("function", ["linear_attention", "scan", "ops"])
+def test_more_heads_than_tokens_are_questioned(function, grad):
+    q, k, v, beta = head_major()
+    calls = {
+        "linear_attention": lambda: efla.linear_attention(q, k, v, beta),
+        "scan": lambda: efla.scan(q, k, v, None, beta, beta),
+        "ops": lambda: efla.ops.chunk_delta_rule(q, k, v, beta),
+    }
+    with (
+        torch.set_grad_enabled(grad),
+        pytest.warns(LayoutWarning, match=r"6 tokens, fewer than its 20 heads.*transpose"),
+    ):
+        calls[function]()
+
+
+def test_a_short_prompt_of_a_layer_and_a_single_token_are_not_questioned():
+    """In a fresh process: pytest's own filters would hide ours."""
+    code = """
+import torch, warnings, efla
+from efla.layers import LinearAttention
+with torch.no_grad():
+    LinearAttention(64, num_heads=8, head_dim=8)(torch.randn(1, 3, 64))
+    x = torch.randn(1, 1, 8, 8)
+    efla.linear_attention(x, x, x, torch.rand(1, 1, 8))
+    print("quiet", flush=True)
+    x = torch.randn(1, 3, 8, 8)
+    for _ in range(2):
+        efla.linear_attention(x, x, x, torch.rand(1, 3, 8))
+"""
+    done = subprocess.run([sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, check=False)
+    assert "quiet" in done.stdout, done.stderr
+    assert done.stderr.strip().endswith("pass x.transpose(1, 2)"), done.stderr
 
 
 def test_a_gated_rule_without_its_gate():
@@ -88,13 +140,16 @@ def test_value_checks_can_be_switched_off():
 
 
 def test_values_on_an_accelerator_are_looked_at_only_when_asked():
-    """A device that can show shapes but no values stands in for a GPU that must not be synchronised."""
+    """What has a device but is no tensor of the CPU stands in for one of a GPU, which must not be synchronised."""
+    from types import SimpleNamespace
+
     from efla.scans import validation
 
-    elsewhere = torch.empty(2, 8, 2, device="meta")
+    elsewhere = SimpleNamespace(device=torch.device("cuda"), is_meta=False)
     assert not validation.checks_values(elsewhere)
     with efla.validation("full"):
         assert validation.checks_values(elsewhere)
+        assert not validation.checks_values(torch.empty(2, 8, 2, device="meta"))
 
 
 @pytest.mark.parametrize("grad", [True, False], ids=["training", "inference"])

@@ -66,6 +66,7 @@ class ShortConvolution(nn.Module):
         cu_seqlens: Tensor | None = None,
         output_state: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
+        self._check_shapes(x, state, mask)
         if self.sequence is not None and self.sequence.active:
             if state is not None or output_state or mask is not None or cu_seqlens is not None:
                 raise ValueError("a sequence split over ranks takes no state, no padding and no packing (cu_seqlens)")
@@ -93,6 +94,15 @@ class ShortConvolution(nn.Module):
         if order is not None:
             y = _reorder(y, order.argsort(dim=1))
         return y, new_state
+
+    def _check_shapes(self, x: Tensor, state: Tensor | None, mask: Tensor | None) -> None:
+        if x.dim() != 3 or x.shape[2] != self.num_channels:
+            raise ValueError(f"x must have shape [B, T, {self.num_channels}], got {list(x.shape)}")
+        expected = (x.shape[0], self.num_channels, self.kernel_size - 1)
+        if state is not None and state.shape != expected:
+            raise ValueError(f"state must have shape [B, D, W - 1] = {list(expected)}, got {list(state.shape)}")
+        if mask is not None and mask.shape != x.shape[:2]:
+            raise ValueError(f"mask must have shape [B, T] = {list(x.shape[:2])}, got {list(mask.shape)}")
 
     def _convolve(self, window: Tensor) -> Tensor:
         """[B, W - 1 + T, D] -> [B, T, D]."""

@@ -8,7 +8,6 @@ from torch import Tensor
 from efla.phi import expm1, flow_integral
 from efla.rules.base import FlowRates, StepCoefficients, UpdateRule, gated_flow
 
-
 _LARGEST_RATE = 1e30
 
 

@@ -33,7 +33,7 @@ _CLOSED = -1e4
 # Largest [M, H, C, C] temporary, in elements.
 _GROUP_ELEMENTS = 1 << 21
 # A chunk much longer than the keys are wide sums up more roundings than the token-by-token run makes, and costs more.
-_NARROW, _SHORT_CHUNK = 8, 16
+_NARROW, _SHORT_CHUNK = 8, 8
 
 
 def unavailable() -> str | None:

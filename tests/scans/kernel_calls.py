@@ -1,0 +1,193 @@
+"""Calls of the bound kernels with tensors that fit and with tensors that do not.
+
+python -m tests.scans.kernel_calls 1000000        for the address sanitizer: see ``make test-sanitizers``
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from efla import extension
+
+native = extension.module
+
+
+@dataclass
+class Sizes:
+    batch: int = 2
+    tokens: int = 70
+    key_heads: int = 2
+    group: int = 1
+    key_dim: int = 8
+    value_dim: int = 8
+    packed: bool = False
+    dtype: torch.dtype = torch.float32
+
+    @property
+    def wide(self) -> torch.dtype:
+        return torch.promote_types(self.dtype, torch.float32)
+
+    @property
+    def cu_seqlens(self) -> Tensor | None:
+        """Three sequences, one of them empty."""
+        return torch.tensor([0, self.tokens // 3, self.tokens // 3, self.tokens]) if self.packed else None
+
+    @property
+    def num_sequences(self) -> int:
+        return 3 if self.packed else self.batch
+
+
+def _norm(s: Sizes) -> tuple[Tensor, Tensor]:
+    return torch.randn(s.tokens, s.key_dim).to(s.dtype), torch.randn(s.key_dim, dtype=s.wide)
+
+
+def norm_forward(s: Sizes) -> tuple:
+    x, weight = _norm(s)
+    return x, weight, torch.empty_like(x), 1 / s.key_dim, 1e-6, 1
+
+
+def norm_backward(s: Sizes) -> tuple:
+    x, weight = _norm(s)
+    parts = torch.empty(native.norm_groups(s.tokens), s.key_dim, dtype=s.wide)
+    return x, weight, torch.randn_like(x), torch.empty_like(x), parts, 1 / s.key_dim, 1e-6, 1
+
+
+def _conv(s: Sizes, width: int = 4) -> tuple[Tensor | None, ...]:
+    x = torch.randn(s.batch, s.tokens, s.value_dim).to(s.dtype)
+    past = torch.randn(s.num_sequences, width - 1, s.value_dim, dtype=s.wide)
+    weight, bias = torch.randn(width, s.value_dim, dtype=s.wide), torch.randn(s.value_dim, dtype=s.wide)
+    return x, weight, bias, past, s.cu_seqlens
+
+
+def conv_forward(s: Sizes) -> tuple:
+    x, *rest = _conv(s)
+    return x, *rest, torch.empty_like(x), True, 1
+
+
+def conv_backward(s: Sizes) -> tuple:
+    x, weight, bias, past, cu_seqlens = _conv(s)
+    groups = native.conv_groups(cu_seqlens, s.num_sequences, s.tokens)
+    parts = torch.empty(groups, weight.shape[0] + 1, s.value_dim, dtype=s.wide)
+    gradients = torch.randn_like(x), torch.empty_like(x), torch.zeros_like(past), parts
+    return x, weight, bias, past, cu_seqlens, *gradients, True, 1
+
+
+def gate_forward(s: Sizes) -> tuple:
+    gate = torch.randn(s.tokens * s.key_dim).to(s.dtype)
+    return gate, gate.clone(), torch.empty_like(gate), 1
+
+
+def gate_backward(s: Sizes) -> tuple:
+    gate = torch.randn(s.tokens * s.key_dim).to(s.dtype)
+    return gate, gate.clone(), gate.clone(), torch.empty_like(gate), torch.empty_like(gate), 1
+
+
+def _scan(s: Sizes) -> tuple[Tensor | None, ...]:
+    heads = s.key_heads * s.group
+    q, k = (torch.randn(s.batch, s.tokens, s.key_heads, s.key_dim).to(s.dtype) for _ in range(2))
+    v = torch.randn(s.batch, s.tokens, heads, s.value_dim).to(s.dtype)
+    log_gate, beta = (torch.rand(s.batch, s.tokens, heads, dtype=s.wide) for _ in range(2))
+    state = torch.randn(s.num_sequences, heads, s.key_dim, s.value_dim, dtype=s.wide)
+    return q, k, v, -log_gate, beta, None, state, s.cu_seqlens
+
+
+def _border_states(s: Sizes) -> Tensor:
+    heads = s.key_heads * s.group
+    count = native.border_count(s.cu_seqlens, s.num_sequences, s.tokens, heads, s.key_dim, s.value_dim)
+    return torch.zeros(count, dtype=s.wide)
+
+
+def forward(s: Sizes) -> tuple:
+    inputs = _scan(s)
+    rule = native.rule_codes["gated_delta"]
+    results = torch.empty_like(inputs[2]), torch.empty_like(inputs[6]), _border_states(s)
+    return *inputs, *results, rule, False, 0.5, False, True, 1
+
+
+def backward(s: Sizes) -> tuple:
+    q, k, v, log_gate, beta, _, state, _ = inputs = _scan(s)
+    given = _border_states(s), torch.randn_like(v), torch.randn_like(state)
+    gradients = [torch.empty_like(x) for x in (q, k, v, log_gate, beta)]
+    rule = native.rule_codes["gated_delta"]
+    return *inputs, *given, *gradients, None, torch.empty_like(state), rule, False, 0.5, 1
+
+
+KERNELS = {
+    f.__name__: f
+    for f in (
+        norm_forward, norm_backward, conv_forward, conv_backward, gate_forward, gate_backward, forward, backward,
+    )
+}  # fmt: skip
+
+
+def misfits(x: Tensor, *, any_strides: bool = False) -> Iterator[object]:
+    """What is not what x stands for: other sizes, dimensions, types, memory."""
+    for axis in range(x.dim()):
+        if x.shape[axis]:
+            yield x.narrow(axis, 0, x.shape[axis] - 1).contiguous()
+            yield torch.cat([x, x.narrow(axis, 0, 1)], axis)
+    yield x[None]
+    if x.dim() > 1:
+        yield x.flatten()
+    yield x.new_empty(1, 0)
+    yield x.double() if x.dtype != torch.float64 else x.float()
+    yield x.to(torch.complex64)
+    yield x.to("meta")
+    yield "a string"
+    if not x.numel():
+        return
+    if x.is_floating_point():
+        yield torch._neg_view(x)
+    if not any_strides and x.shape[-1] > 1:
+        yield torch.stack([x, x], -1)[..., 0]  # rows that are not contiguous
+    gone = torch.cat([x, x])
+    second = gone[x.shape[0] :]  # not at address 0
+    gone.untyped_storage().resize_(0)
+    yield second
+
+
+def random_calls(count: int, seed: int) -> int:
+    """Call kernels on random sizes, zero among them, with up to two arguments swapped or misfitting; how many were computed."""
+    draw = random.Random(seed)
+    computed = 0
+    for _ in range(count):
+        packed = draw.random() < 0.3
+        sizes = Sizes(
+            batch=1 if packed else draw.randint(0, 3),
+            tokens=draw.choice([0, 1, 2, 5, 63, 64, 65, 130]),
+            key_heads=draw.randint(1, 3),
+            group=draw.randint(1, 2),
+            key_dim=draw.choice([1, 3, 8, 17, 40]),
+            value_dim=draw.choice([1, 3, 8, 33]),
+            packed=packed,
+            dtype=draw.choice([torch.float32, torch.float64, torch.bfloat16, torch.float16]),
+        )
+        name = draw.choice(list(KERNELS))
+        arguments = list(KERNELS[name](sizes))
+        places = [i for i, x in enumerate(arguments) if isinstance(x, Tensor)]
+        changes = draw.choice([0, 1, 1, 2])
+        for place in draw.sample(places, changes):
+            wrong = [None, *misfits(arguments[place]), *(arguments[i] for i in places)]
+            arguments[place] = draw.choice(wrong)
+        try:
+            getattr(native, name)(*arguments)
+            computed += 1
+        except (ValueError, TypeError):
+            if not changes:
+                raise
+    return computed
+
+
+if __name__ == "__main__":
+    total = int(sys.argv[1])
+    torch.set_num_threads(1)
+    done = 0
+    for first in range(0, total, 10_000):
+        done += random_calls(min(10_000, total - first), seed=first)
+        print(f"{min(first + 10_000, total):,} calls, {done:,} computed, the others refused", flush=True)
