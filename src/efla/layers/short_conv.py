@@ -12,6 +12,7 @@ from torch.nn import functional
 from efla import rowwise
 from efla.errors import unknown_name
 from efla.layers.state import SequenceNeighbours
+from efla.scans.validation import has_values
 
 # Up to this many tokens the sum of W shifted products beats torch's convolution, whose set-up dominates.
 _FEW_TOKENS = 8
@@ -166,7 +167,7 @@ def _is_known(condition: bool) -> bool:
 
 def _is_left_padding(mask: Tensor) -> bool:
     """Whether every row's padding [B, T] stands before its real tokens, looked up where that makes no device wait."""
-    if torch.compiler.is_compiling() or mask.device.type != "cpu":
+    if not has_values(mask) or mask.device.type != "cpu":
         return False
     is_real = mask.bool()
     return bool((is_real[:, 1:] >= is_real[:, :-1]).all())

@@ -10,7 +10,7 @@ from transformers.cache_utils import Cache
 
 from efla.layers.short_conv import position_in_sequence
 from efla.models.cache import seen_tokens
-from efla.scans.validation import checks_values
+from efla.scans.validation import checks_values, has_values
 
 
 def check_token_ids(input_ids: Tensor, vocab_size: int) -> None:
@@ -40,7 +40,7 @@ def local_padding_mask(attention_mask: Tensor | dict[str, Any] | None, length: i
     if attention_mask.shape[1] < length:
         raise ValueError(f"attention_mask covers {attention_mask.shape[1]} tokens, but the input has {length}")
     mask = attention_mask[:, attention_mask.shape[1] - length :].bool()
-    if not torch.compiler.is_compiling() and bool(mask.all()):
+    if has_values(mask) and bool(mask.all()):
         return None
     return mask
 
@@ -49,10 +49,10 @@ def packed_borders(position_ids: Tensor | None, batch_size: int, length: int) ->
     """Borders [N + 1] of sequences in the flattened [B * T] axis where positions start anew, or ``None`` if none does."""
     if position_ids is None or position_ids.dim() != 2:
         return None
-    if torch.compiler.is_compiling():
+    if not has_values(position_ids):
         raise ValueError(
-            "under torch.compile packed sequences must be given as cu_seqlens: how many there are is not known from "
-            "position_ids while tracing; without packing leave position_ids out"
+            "under torch.compile, on the meta device and with fake tensors packed sequences must be given as cu_seqlens: how "
+            "many there are is not known from position_ids; without packing leave position_ids out"
         )
     borders = borders_of_positions(position_ids, batch_size, length)
     return None if borders.shape[0] == batch_size + 1 else borders

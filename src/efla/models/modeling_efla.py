@@ -208,7 +208,6 @@ class EflaModel(EflaPreTrainedModel):
         mask = local_padding_mask(attention_mask, T) if has_linear else None
         causal_mask = None
         if has_softmax:
-            position_ids = self._positions(position_ids, attention_mask, past_key_values, T, inputs_embeds.device)
             if isinstance(attention_mask, dict):
                 causal_mask = attention_mask["full_attention"]
             else:
@@ -217,8 +216,9 @@ class EflaModel(EflaPreTrainedModel):
                     inputs_embeds=inputs_embeds,
                     attention_mask=attention_mask,
                     past_key_values=past_key_values,
-                    position_ids=position_ids,
+                    position_ids=position_ids,  # only looked through for packed sequences; counted ones hold none
                 )
+            position_ids = self._positions(position_ids, attention_mask, past_key_values, T, inputs_embeds.device)
         hidden = inputs_embeds
         if self.config.residual_in_fp32:
             hidden = hidden.to(torch.promote_types(hidden.dtype, torch.float32))
