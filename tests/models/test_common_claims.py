@@ -34,9 +34,9 @@ def test_the_same_input_gives_the_same_output(fields):  # test_determinism
 @both
 @torch.no_grad()
 def test_a_batch_gives_what_its_rows_give(fields):  # test_batching_equivalence
-    model, tokens = tiny_model(**fields), random_tokens(3, 9)
+    model, tokens = tiny_model(**fields).double(), random_tokens(3, 9)
     rows = torch.cat([model(row[None]).logits for row in tokens])
-    torch.testing.assert_close(model(tokens).logits, rows, atol=2e-5, rtol=1e-5)
+    torch.testing.assert_close(model(tokens).logits, rows, atol=1e-10, rtol=0)
 
 
 @both
@@ -62,16 +62,16 @@ def test_hidden_states_run_from_the_embedding_to_the_last_norm(fields):  # test_
 
 @torch.no_grad()
 def test_attention_weights_are_causal_distributions_of_the_softmax_layers():  # test_attention_outputs
-    model, tokens = tiny_model(**HYBRID), random_tokens(2, 9)
+    model, tokens = tiny_model(**HYBRID).double(), random_tokens(2, 9)
     sdpa = model(tokens).logits
     model.set_attn_implementation("eager")
     out = model(tokens, output_attentions=True)
     assert len(out.attentions) == 1
     weights = out.attentions[0]
     assert weights.shape == (2, 4, 9, 9)
-    torch.testing.assert_close(weights.sum(-1), torch.ones(2, 4, 9))
+    torch.testing.assert_close(weights.sum(-1).double(), torch.ones(2, 4, 9).double(), atol=1e-5, rtol=0)
     assert (weights.triu(1) == 0).all()
-    torch.testing.assert_close(out.logits, sdpa, atol=2e-5, rtol=1e-5)  # test_eager_matches_sdpa_inference
+    torch.testing.assert_close(out.logits, sdpa, atol=1e-10, rtol=0)  # test_eager_matches_sdpa_inference
 
 
 @both
@@ -156,11 +156,11 @@ def test_checkpointed_gradients_are_the_gradients(fields):  # test_gradient_chec
 @both
 @torch.no_grad()
 def test_logits_of_the_last_tokens_alone_are_the_same(fields):  # logits_to_keep
-    model, tokens = tiny_model(**fields), random_tokens(2, 9)
+    model, tokens = tiny_model(**fields).double(), random_tokens(2, 9)
     whole = model(tokens).logits
-    torch.testing.assert_close(model(tokens, logits_to_keep=2).logits, whole[:, -2:], atol=1e-5, rtol=0)
+    torch.testing.assert_close(model(tokens, logits_to_keep=2).logits, whole[:, -2:], atol=1e-10, rtol=0)
     some = torch.tensor([1, 4])
-    torch.testing.assert_close(model(tokens, logits_to_keep=some).logits, whole[:, some], atol=1e-5, rtol=0)
+    torch.testing.assert_close(model(tokens, logits_to_keep=some).logits, whole[:, some], atol=1e-10, rtol=0)
 
 
 @both
@@ -210,14 +210,14 @@ def test_the_classifier_takes_each_kind_of_problem(fields, problem, labels):  # 
 @torch.no_grad()
 def test_the_classifier_reads_the_last_real_token(fields):  # test_sequence_classification_model
     torch.manual_seed(0)
-    model = EflaForSequenceClassification(tiny_config(num_labels=3, **fields)).eval()
+    model = EflaForSequenceClassification(tiny_config(num_labels=3, **fields)).double().eval()
     tokens = random_tokens(2, 7)
     alone = model(tokens).logits
     padded = torch.cat([tokens, torch.zeros(2, 4, dtype=torch.long)], dim=1)  # 0 is the padding token
     mask = (padded != 0).long()
-    torch.testing.assert_close(model(padded, attention_mask=mask).logits, alone, atol=1e-5, rtol=0)
+    torch.testing.assert_close(model(padded, attention_mask=mask).logits, alone, atol=1e-10, rtol=0)
     left = torch.cat([torch.zeros(2, 4, dtype=torch.long), tokens], dim=1)
-    torch.testing.assert_close(model(left, attention_mask=(left != 0).long()).logits, alone, atol=1e-5, rtol=0)
+    torch.testing.assert_close(model(left, attention_mask=(left != 0).long()).logits, alone, atol=1e-10, rtol=0)
 
 
 def test_unknown_keyword_arguments_of_softmax_attention_reach_its_function_and_no_further():

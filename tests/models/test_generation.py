@@ -13,6 +13,11 @@ from .tiny import ALL, EFLA, HYBRID, MAIN, OTHERS, random_tokens, tiny_model
 GREEDY = {"do_sample": False, "max_new_tokens": 8}
 
 
+def exact_model(seed=0, **fields):
+    """In float64, where no two logits are so near that rounding decides which token comes next."""
+    return tiny_model(seed, **fields).double()
+
+
 def generate(model, tokens, **options):
     options.setdefault("attention_mask", torch.ones_like(tokens))
     return model.generate(tokens, **options)
@@ -20,7 +25,7 @@ def generate(model, tokens, **options):
 
 @pytest.mark.parametrize("fields", ALL.values(), ids=ALL)
 def test_greedy_decoding_with_a_cache_is_greedy_decoding_without(fields):
-    model, tokens = tiny_model(**fields), random_tokens(2, 7)
+    model, tokens = exact_model(**fields), random_tokens(2, 7)
     expected = tokens
     with torch.no_grad():
         for _ in range(8):
@@ -45,7 +50,7 @@ def test_greedy_decoding_with_a_cache_is_greedy_decoding_without(fields):
     ids=["beams", "beams-returned", "sampling", "nucleus", "penalty", "prefill-in-pieces", "static-cache"],
 )
 def test_generation_with_a_cache_is_generation_without(fields, options):
-    model, tokens = tiny_model(**fields), random_tokens(2, 7)
+    model, tokens = exact_model(**fields), random_tokens(2, 7)
     torch.manual_seed(5)
     cached = generate(model, tokens, max_new_tokens=6, **options)
     torch.manual_seed(5)
@@ -57,7 +62,7 @@ def test_generation_with_a_cache_is_generation_without(fields, options):
 @pytest.mark.parametrize("fields", [EFLA, HYBRID, OTHERS["everything"]], ids=["efla", "hybrid", "everything"])
 @pytest.mark.parametrize("num_beams", [1, 3])
 def test_a_left_padded_batch_gives_what_each_prompt_gives_alone(fields, num_beams):
-    model = tiny_model(**fields)
+    model = exact_model(**fields)
     lengths = [3, 9, 6]
     prompts = [random_tokens(1, length, seed=length) for length in lengths]
     batch = torch.full((3, 9), model.config.pad_token_id)
@@ -74,7 +79,7 @@ def test_a_left_padded_batch_gives_what_each_prompt_gives_alone(fields, num_beam
 @pytest.mark.parametrize("fields", [EFLA, HYBRID, OTHERS["mamba2"]], ids=["efla", "hybrid", "mamba2"])
 @pytest.mark.parametrize("passes", ["all tokens", "new tokens"])
 def test_a_conversation_goes_on_from_a_kept_cache(fields, passes):
-    model, first, second = tiny_model(**fields), random_tokens(1, 6), random_tokens(1, 5, seed=3)
+    model, first, second = exact_model(**fields), random_tokens(1, 6), random_tokens(1, 5, seed=3)
     cache = DynamicCache(config=model.config)
     answer = generate(model, first, past_key_values=cache, **GREEDY)
     conversation = torch.cat([answer, second], dim=1)
@@ -87,7 +92,7 @@ def test_a_conversation_goes_on_from_a_kept_cache(fields, passes):
 
 @torch.no_grad()
 def test_one_prefix_serves_many_continuations():
-    model, prefix = tiny_model(), random_tokens(1, 10)
+    model, prefix = exact_model(), random_tokens(1, 10)
     kept = model(prefix, use_cache=True).past_key_values
     for seed in (1, 2):
         tokens = torch.cat([prefix, random_tokens(1, 3, seed=seed)], dim=1)
@@ -107,7 +112,7 @@ def test_streamed_tokens_are_the_returned_ones(fields):
         def end(self):
             self.ended = True
 
-    model, tokens, streamer = tiny_model(**fields), random_tokens(1, 5), Streamer()
+    model, tokens, streamer = exact_model(**fields), random_tokens(1, 5), Streamer()
     result = generate(model, tokens, streamer=streamer, **GREEDY)
     assert torch.equal(torch.cat(streamer.seen), result[0])
     assert len(streamer.seen) == 1 + 8  # the prompt, then one by one
@@ -116,24 +121,25 @@ def test_streamed_tokens_are_the_returned_ones(fields):
 
 @pytest.mark.parametrize("fields", MAIN.values(), ids=MAIN)
 def test_generating_from_embeddings_is_generating_from_their_tokens(fields):
-    model, tokens = tiny_model(**fields), random_tokens(2, 6)
+    model, tokens = exact_model(**fields), random_tokens(2, 6)
     from_embeddings = model.generate(inputs_embeds=model.get_input_embeddings()(tokens), **GREEDY)
     assert torch.equal(from_embeddings, generate(model, tokens, **GREEDY)[:, 6:])
 
 
 @pytest.mark.parametrize("fields", MAIN.values(), ids=MAIN)
 def test_scores_and_logits_of_generation_are_the_model_s(fields):
-    model, tokens = tiny_model(**fields), random_tokens(2, 6)
+    model, tokens = exact_model(**fields), random_tokens(2, 6)
     out = generate(model, tokens, return_dict_in_generate=True, output_logits=True, output_scores=True, **GREEDY)
     with torch.no_grad():
         logits = model(out.sequences).logits[:, 5:-1]
-    torch.testing.assert_close(torch.stack(out.logits, dim=1), logits, atol=1e-5, rtol=0)
+    assert out.logits[0].dtype == torch.float32
+    torch.testing.assert_close(torch.stack(out.logits, dim=1).double(), logits, atol=1e-10, rtol=2**-23)
     assert torch.equal(torch.stack(out.scores, dim=1), torch.stack(out.logits, dim=1))
     assert out.past_key_values is not None
 
 
 def test_generation_stops_at_the_end_token_and_pads_the_rest():
-    model, tokens = tiny_model(), random_tokens(2, 6)
+    model, tokens = exact_model(), random_tokens(2, 6)
     free = generate(model, tokens, **GREEDY)
     end = int(free[0, 9])
     stopped = generate(model, tokens, eos_token_id=end, pad_token_id=0, **GREEDY)
@@ -144,16 +150,16 @@ def test_generation_stops_at_the_end_token_and_pads_the_rest():
 
 ATTENTION = {"mixers": ["softmax"]}
 ASSISTED = {
-    "checks another's guesses": lambda fields, attention: (tiny_model(**fields), {"assistant_model": attention}),
-    "looks up the prompt": lambda fields, _: (tiny_model(**fields), {"prompt_lookup_num_tokens": 3}),
-    "guesses for another": lambda fields, attention: (attention, {"assistant_model": tiny_model(**fields)}),
+    "checks another's guesses": lambda fields, attention: (exact_model(**fields), {"assistant_model": attention}),
+    "looks up the prompt": lambda fields, _: (exact_model(**fields), {"prompt_lookup_num_tokens": 3}),
+    "guesses for another": lambda fields, attention: (attention, {"assistant_model": exact_model(**fields)}),
 }
 
 
 @pytest.mark.parametrize("arrange", ASSISTED.values(), ids=ASSISTED)
 def test_a_model_with_a_memory_refuses_assisted_decoding_and_one_without_allows_it(arrange):
     # What was read into a memory cannot be taken out again, as a rejected guess must be.
-    tokens, attention = random_tokens(1, 3).repeat(1, 3), tiny_model(seed=1, **ATTENTION)
+    tokens, attention = random_tokens(1, 3).repeat(1, 3), exact_model(seed=1, **ATTENTION)
     for fields, kinds in ((HYBRID, "efla"), (OTHERS["everything"], "gated_efla_log and mamba2 and rk4")):
         model, options = arrange(fields, attention)
         with pytest.raises(ValueError, match=rf"the memory of {kinds} layers cannot be rewound; generate without it"):
@@ -163,7 +169,7 @@ def test_a_model_with_a_memory_refuses_assisted_decoding_and_one_without_allows_
 
 
 def test_generation_settings_travel_with_the_model(tmp_path):
-    model = tiny_model()
+    model = exact_model()
     model.generation_config = GenerationConfig(max_new_tokens=3, do_sample=False, pad_token_id=0)
     model.save_pretrained(tmp_path)
     loaded = type(model).from_pretrained(tmp_path)
