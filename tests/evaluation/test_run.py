@@ -2,18 +2,37 @@
 
 from __future__ import annotations
 
+import io
 import json
+import math
+import re
 import shutil
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from rich.console import Console
 
 from efla import cli
-from efla.evaluation import local_data
+from efla.data.text import corpora
+from efla.evaluation import (
+    ByteTokenizer,
+    Request,
+    bits_by_position,
+    doubling_buckets,
+    local_data,
+    long_context,
+    score,
+)
 from efla.evaluation.columns import PAPER_TASKS
+from efla.evaluation.items import read_items
 from efla.evaluation.loading import load_model, names_of
+from efla.evaluation.long_context import LengthSettings, evaluate_length
+from efla.evaluation.prompts import count_words, wikitext_text
+from efla.evaluation.recall import adapted, make_batch, recall, usable_tokens
+from efla.evaluation.responses import ResponseLog
 from efla.experiments.framework.rows import read_rows
 from tests.evaluation.models import FAMILIES, data_folder, llama, trained
 from tests.evaluation.small_data import write_small_data
@@ -68,6 +87,100 @@ def test_an_evaluation_gives_rows_items_and_the_harness_own_results(evaluated):
     assert not (evaluated / "responses").exists()
 
 
+def test_a_row_says_all_about_how_it_was_made(evaluated, folders):
+    """Every field, so that none is lost or renamed without notice."""
+    rows = {(row["model"], row["task"]): row for row in read_rows(evaluated) if row["row"] == "cell"}
+    model = trained("efla")
+    parameters = sum(p.numel() for p in model.parameters())
+    protocol = {"limit": None, "max_length": None, "tokenizer": None, "dtype": "auto", "num_fewshot": 0}
+    common = {
+        "row": "cell", "rows": 1, "model": "efla", "num_items": 2, "data": "local files", "model_type": "efla",
+        "mixers": "efla x 2", "parameters": parameters, "vocabulary": 256, "tokens": "bytes", "max_length": 256,
+        "threads": torch.get_num_threads(), "config": {**protocol, "batch_tokens": 4096, "share": True},
+        "digest": load_model(models_of(folders, "efla")[0]).digest,
+    }  # fmt: skip
+    for task, path, size, metrics in (
+        ("piqa", "shared prefill", 1838, {"acc", "acc_norm"}),
+        ("lambada_openai", "shared prefill", 5153, {"perplexity", "acc", "bits_per_byte"}),
+        ("wikitext_carried", "state carried", 62, {"word_perplexity", "byte_perplexity", "bits_per_byte"}),
+    ):
+        row = rows["efla", task]
+        own = {"cell": f"efla/{task}", "task": task, "path": path, "num_items_in_set": size}
+        assert {key: row[key] for key in {**common, **own}} == {**common, **own}
+        assert set(row["metrics"]) == set(row["standard_errors"]) == metrics
+        assert set(row) - set(common) - set(own) == {
+            "metrics", "standard_errors", "wall_seconds", "started", "versions", "commit", "machine",
+        }  # fmt: skip
+        assert row["wall_seconds"] > 0
+        assert {"lm-eval", "transformers", "torch"} <= set(row["versions"])
+    assert rows["llama", "piqa"]["mixers"] == rows["llama", "piqa"]["model_type"] == "llama"
+    results = json.loads((evaluated / "lm_eval/efla/results.json").read_text())
+    assert results["config"] == {
+        "model": "efla", "model_num_parameters": parameters, "model_dtype": "torch.float32", "limit": None,
+        "batch_size": 4096, "device": "cpu", "digest": common["digest"],
+    }  # fmt: skip
+    assert (results["model_name"], results["max_length"]) == ("efla", 256)
+    assert results["n-samples"]["piqa"] == {"original": 1838, "effective": 2}
+    assert {"lm_eval_version", "transformers_version"} <= set(results)
+    assert results["results"]["piqa"]["acc_stderr,none"] == rows["efla", "piqa"]["standard_errors"]["acc"]
+
+
+def test_a_carried_state_gives_the_likelihood_of_whole_articles(folders, tmp_path):
+    """In windows of 32 bytes, which would see little of an article, and as the sum over its items."""
+    settings = Settings(data=folders / "data", tasks=("wikitext",), max_length=32, limit=1, share=False, samples=True)
+    evaluate(models_of(folders, "efla"), settings, tmp_path, quiet_console())
+    rows = {row["task"]: row for row in read_rows(tmp_path)}
+    (record,) = local_data.records("wikitext", folders / "data", 1)
+    text = ByteTokenizer().encode(wikitext_text(record["page"]), add_special_tokens=False)
+    whole = score(trained("efla"), [Request([0, *text], len(text))])[0].log_prob
+    (item,) = read_items(tmp_path / "items/efla/wikitext_carried.jsonl")
+    size = len(record["page"].encode())
+    words = count_words(record["page"])
+    assert item == {"doc_id": 0, "log_prob": pytest.approx(whole, abs=1e-3), "words": words, "bytes": size}
+    carried, windows = rows["wikitext_carried"], rows["wikitext"]
+    assert carried["metrics"] == {
+        "word_perplexity": pytest.approx(math.exp(-whole / words), rel=1e-4),
+        "byte_perplexity": pytest.approx(math.exp(-whole / size), rel=1e-4),
+        "bits_per_byte": pytest.approx(-whole / size / math.log(2), rel=1e-4),
+    }
+    assert (carried["num_items"], windows["num_items"], windows["max_length"]) == (1, 1, 32)
+    assert windows["path"] == "plain"
+    assert windows["metrics"]["bits_per_byte"] != pytest.approx(carried["metrics"]["bits_per_byte"], rel=1e-3)
+    assert carried["config"]["limit"] == 1
+    (sample,) = (tmp_path / "lm_eval/efla/samples_wikitext.jsonl").read_text().splitlines()
+    assert json.loads(sample)["doc"] == record
+
+
+def test_answers_are_kept_for_one_model_one_task_and_one_protocol(folders, tmp_path, monkeypatch):
+    seen = []
+
+    class Log(ResponseLog):
+        def __init__(self, path: Path, belongs_to: dict[str, Any]) -> None:
+            seen.append((path, belongs_to))
+            super().__init__(path, belongs_to)
+
+    monkeypatch.setattr("efla.evaluation.run.ResponseLog", Log)
+    settings = Settings(tasks=("piqa",), data=folders / "data", limit=1, max_length=100, tokenizer="bytes")
+    evaluate(models_of(folders, "efla"), settings, tmp_path, quiet_console())
+    ((path, belongs_to),) = seen
+    assert path == tmp_path / "responses" / "efla__piqa.jsonl"
+    digest = load_model(models_of(folders, "efla")[0]).digest
+    assert belongs_to == {"digest": digest, "task": "piqa", **settings.protocol}
+    assert settings.protocol["max_length"] == 100
+
+
+def test_lines_on_the_console_tell_what_is_done_and_what_is_left_out(folders, tmp_path):
+    settings = Settings(tasks=("wikitext",), data=folders / "data", limit=1)
+    for when in (r"\d+\.\ds", "from an earlier run"):
+        out = io.StringIO()
+        evaluate(models_of(folders, "softmax"), settings, tmp_path, Console(file=out))
+        first, second = out.getvalue().splitlines()
+        assert re.fullmatch(
+            r"1/2  softmax/wikitext  word_perplexity \S+  byte_perplexity \S+  bits_per_byte \S+  " + when, first
+        )
+        assert second.startswith("2/2  softmax/wikitext_carried  left out: its layers are softmax attention")
+
+
 def test_a_finished_evaluation_is_not_run_again(evaluated, folders, monkeypatch):
     before = (evaluated / "rows.jsonl").read_bytes()
 
@@ -81,8 +194,6 @@ def test_a_finished_evaluation_is_not_run_again(evaluated, folders, monkeypatch)
 
 
 def test_an_interrupted_task_goes_on_and_gives_the_same_rows(evaluated, folders, tmp_path, monkeypatch):
-    from efla.evaluation.responses import ResponseLog
-
     source = models_of(folders, "efla")
     settings = Settings(tasks=("hellaswag", "piqa"), data=folders / "data", batch_tokens=64)
     add, kept = ResponseLog.add, []
@@ -209,6 +320,7 @@ def test_long_contexts_give_curves_figures_and_a_section(folders, tmp_path, caps
     assert len([row for row in rows if row["row"] == "recall"]) == 2 * 4
     for name in ("bits_by_position", "recall_by_pairs", "recall_by_length"):
         assert (output / "figures" / f"{name}.svg").stat().st_size > 1000
+    check_length_rows(rows, text.read_text())
     before = (output / "rows.jsonl").read_bytes()
     assert cli.main(["eval", *models_of(folders, "efla"), *options]) == 0  # finished cells stay
     assert (output / "rows.jsonl").read_bytes() == before
@@ -219,6 +331,99 @@ def test_long_contexts_give_curves_figures_and_a_section(folders, tmp_path, caps
     short = ["--length", "--text", str(text), "--positions", "5000", "--output", str(tmp_path / "other")]
     assert cli.main(["eval", *models_of(folders, "efla"), *short]) == 1
     assert "fewer --positions" in capsys.readouterr().err
+
+
+def check_length_rows(rows: list[dict[str, Any]], text: str) -> None:
+    """Of the command's rows: positions and recall as the library measures them on the same text and batches."""
+    model, tokens = trained("efla"), list(text.encode())
+    starts = [0, len(tokens) - 501]
+    curve = bits_by_position(model, [tokens[start : start + 501] for start in starts], doubling_buckets(500))
+    own = [row for row in rows if row["model"] == "efla"]
+    positions = [row for row in own if row["row"] == "position"]
+    assert [(row["start"], row["end"], row["num_rows"]) for row in positions] == [
+        (first, last, 2) for first, last in doubling_buckets(500)
+    ]
+    assert [row["bits_per_byte"] for row in positions] == pytest.approx(curve.bits, abs=1e-4)
+    assert [row["bits_per_token"] for row in positions] == [row["bits_per_byte"] for row in positions]
+    assert [row["standard_error"] for row in positions] == pytest.approx(curve.standard_errors, abs=1e-4)
+    probes = [row for row in own if row["row"] == "recall"]
+    assert [(row["num_pairs"], row["length"]) for row in probes] == [(2, 16), (4, 16), (2, 32), (4, 32)]
+    for row in probes:
+        n, length = row["num_pairs"], row["length"]
+        batch = make_batch(usable_tokens(256, [0]), n, length, 16, 0, prefix=0)
+        expected = asdict(recall(model, batch, n, length))
+        assert {key: row[key] for key in expected} == pytest.approx(expected)
+        assert (row["chance"], row["steps"], row["cell"]) == (1 / n, 0, f"efla/recall-{n}-{length}")
+    cell = next(row for row in own if row["row"] == "cell")
+    assert (cell["cell"], cell["rows"], cell["trained_length"]) == ("efla/positions", len(positions) + 1, 256)
+    config = {
+        "text": "text.txt",
+        "positions": 500,
+        "rows": 2,
+        "recall_steps": 0,
+        "recall_grid": None,
+        "dtype": "auto",
+        "seed": 0,
+    }
+    assert cell["config"] == {**config, "batch_tokens": 4096}
+    assert cell["wall_seconds"] > 0 and cell["digest"] and cell["versions"] and cell["threads"] >= 1
+
+
+def test_recall_after_training_on_it_is_that_of_the_trained_copy(folders, tmp_path):
+    text = tmp_path / "text.txt"
+    text.write_text("Some text. " * 20)
+    asked = LengthSettings(text=str(text), positions=100, rows=1, pairs=(2, 8), lengths=(16,), recall_steps=3, seed=5)
+    assert asked.grid == [(2, 16)], "eight pairs do not fit into 16 tokens"
+    settings = Settings(batch_tokens=64)
+    rows = evaluate_length(models_of(folders, "efla"), settings, asked, tmp_path / "out", quiet_console())
+    (found,) = [row for row in rows if row["row"] == "recall"]
+    usable = usable_tokens(256, [0])
+    copied = adapted(trained("efla"), usable, [(2, 16)], steps=3, seed=5, prefix=0, batch_tokens=64)
+    expected = asdict(recall(copied, make_batch(usable, 2, 16, 8, 5, prefix=0), 2, 16))
+    assert {key: found[key] for key in expected} == pytest.approx(expected)
+    assert found["steps"] == 3
+    assert rows[-1]["config"]["recall_grid"] == [[2, 16]]
+    twin = tmp_path / "efla"
+    trained("delta").save_pretrained(twin)
+    with pytest.raises(ValueError, match="results of another model called 'efla'; choose another --output"):
+        evaluate_length([str(twin)], settings, asked, tmp_path / "out", quiet_console())
+    assert evaluate_length([], settings, asked, tmp_path / "out", quiet_console()) == rows
+    with pytest.raises(ValueError, match="give at least one model"):
+        evaluate_length([], settings, asked, tmp_path / "none", quiet_console())
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"positions": 0}, "positions and rows must be at least 1, got 0 and 8"),
+        ({"rows": 0}, "got 65536 and 0"),
+        ({"recall_steps": -1}, "must not be negative, got -1"),
+        ({"pairs": (1, 0)}, "pairs and lengths must be positive"),
+        ({"lengths": (0,)}, "pairs and lengths must be positive"),
+    ],
+)
+def test_impossible_lengths_are_refused(changes, message):
+    with pytest.raises(ValueError, match=message):
+        LengthSettings(**changes)
+    assert LengthSettings(positions=1, rows=1, pairs=(1,), lengths=(4,)).grid == [(1, 4)]
+
+
+def test_the_text_of_long_contexts_is_the_best_there_is(folders, tmp_path):
+    name, text = long_context._text(None, folders / "data")
+    pages = local_data.records("wikitext", folders / "data")
+    assert (name, text) == ("wikitext", "\n".join(wikitext_text(page["page"]) for page in pages))
+    name, text = long_context._text(None, None)
+    test = corpora.load("python-docs", None).test.tobytes().decode()
+    assert (name, text) == ("python-docs", test.replace("\0", "\n\n").strip())
+    for sub in ("", "corpus"):
+        (tmp_path / sub / sub).mkdir(parents=True, exist_ok=True)
+        (tmp_path / sub / sub / "english_novels_98.tar.xz").write_bytes(b"")
+        with pytest.raises(Exception, match="novels"):  # it is chosen, and is not one
+            long_context._text(None, tmp_path / sub)
+    with pytest.raises(FileNotFoundError, match="give --data DIR or set EFLA_DATA"):
+        long_context._text("wikitext", None)
+    with pytest.raises(FileNotFoundError, match="'nothing' is neither a file nor one of: wikitext, novels, enwik8"):
+        long_context._text("nothing", None)
 
 
 @pytest.mark.slow
