@@ -286,3 +286,33 @@ def test_a_model_that_cannot_fork_is_scored_the_plain_way(small_data):
         expected = plain_harness(llama(), ByteTokenizer()).loglikelihood(asked)
     assert [value for value, _ in found] == pytest.approx([value for value, _ in expected], abs=1e-4)
     assert sharing_agrees(llama(), [])
+
+
+def test_the_harness_is_told_what_the_model_is():
+    model = trained("efla")
+    harness = HarnessModel(model, ByteTokenizer(), max_length=256)
+    parameters = sum(p.numel() for p in model.parameters())
+    assert harness.get_model_info() == {"model_num_parameters": parameters, "model_dtype": "torch.float32"}
+    assert (harness.max_length, harness.is_checked) == (256, True)
+    assert not HarnessModel(llama(), ByteTokenizer(), max_length=256).is_checked
+
+
+def test_sharing_is_tried_on_three_questions_that_have_something_to_share(monkeypatch):
+    tried: list[list[Any]] = []
+    true_score = score
+
+    def recorded(model: Any, requests: Any, **options: Any) -> Any:
+        tried.append([request.group for request in requests])
+        return true_score(model, requests, **options)
+
+    monkeypatch.setattr("efla.evaluation.harness_model.score", recorded)
+    text = TEXT.encode()
+
+    def question(group: int, shared: int, choices: int) -> list[Request]:
+        return [Request([*text[:shared], 200 + i, *text[:4]], 4, group) for i in range(choices)]
+
+    asked = [*question(0, 20, 1), *question(1, 7, 2)]
+    for group in range(2, 6):
+        asked += question(group, 8, 2)
+    assert sharing_agrees(llama(), asked)
+    assert tried == [[2, 2, 3, 3, 4, 4]] * 2

@@ -160,6 +160,66 @@ def test_an_unknown_task_is_named_with_the_known_ones(monkeypatch):
         harness_tasks.load_task("helaswag", None)
 
 
+def test_a_task_of_the_harness_is_loaded_by_name_and_a_group_is_not(monkeypatch):
+    import lm_eval.tasks
+
+    class Task:
+        shots: int | None = None
+
+        def get_config(self, key: str) -> Any:
+            return {"num_fewshot": self.shots}[key]
+
+        def set_config(self, key: str, value: Any) -> None:
+            self.shots = {"num_fewshot": value}[key]
+
+        def set_fewshot_seed(self, seed: int) -> None:
+            self.seed = seed
+
+    known = {"gsm8k": {"gsm8k": Task()}, "mmlu": {"a": Task(), "b": Task()}, "five": {"five": Task()}}
+    known["five"]["five"].shots = 5
+
+    class Manager:
+        all_tasks = (*known, "broken")
+
+        def load(self, names: list[str]) -> Any:
+            (name,) = names
+            return {"tasks": known[name]}
+
+    monkeypatch.setattr(lm_eval.tasks, "TaskManager", Manager)
+    task = harness_tasks.load_task("gsm8k", None)
+    assert task is known["gsm8k"]["gsm8k"]
+    assert (task.shots, task.seed) == (0, 1234)
+    assert harness_tasks.load_task("five", None).shots == 5, "a task's own number of examples stays"
+    with pytest.raises(ValueError, match="'mmlu' is a group of 2 tasks; name them one by one: a, b"):
+        harness_tasks.load_task("mmlu", None)
+    with pytest.raises(
+        RuntimeError, match=r"task 'broken' could not be loaded from .* hub: KeyError: 'broken'; it has no"
+    ):
+        harness_tasks.load_task("broken", None)
+
+
+def test_the_harness_is_quiet_only_inside():
+    import logging
+
+    import lm_eval.api.task
+
+    logger, bar = logging.getLogger("lm-eval"), lm_eval.api.task.tqdm
+    level = logger.level
+    datasets.enable_progress_bars()
+    with harness_tasks.quiet():
+        assert logger.level == logging.ERROR
+        assert list(lm_eval.api.task.tqdm([1, 2])) == [1, 2]
+        assert lm_eval.api.task.tqdm([1]).disable
+        assert datasets.are_progress_bars_disabled()
+    assert (logger.level, lm_eval.api.task.tqdm) == (level, bar)
+    assert not datasets.are_progress_bars_disabled()
+    datasets.disable_progress_bars()
+    with harness_tasks.quiet():
+        pass
+    assert datasets.are_progress_bars_disabled(), "what was off stays off"
+    datasets.enable_progress_bars()
+
+
 def test_without_files_and_without_network_the_error_says_what_is_missing(monkeypatch):
     def no_network(*args: Any, **kwargs: Any) -> None:
         raise ConnectionError("Couldn't reach 'baber/piqa' on the Hub")
@@ -191,5 +251,18 @@ def test_missing_and_damaged_files_are_named(tmp_path):
     (data / "lambada/lambada_test.jsonl").write_text('{"words": 1}\n')
     with pytest.raises(ValueError, match="line 1 lacks text"):
         harness_tasks.load_task("lambada_openai", data)
-    with pytest.raises(FileNotFoundError, match="not a folder"):
+
+
+def test_the_data_folder_is_the_one_given_or_that_of_the_environment(tmp_path, monkeypatch):
+    monkeypatch.setenv("EFLA_DATA", str(tmp_path))
+    assert local_data.folder(None) == tmp_path
+    with pytest.raises(FileNotFoundError, match=r"^--data is '.*nowhere', which is not a folder"):
         local_data.folder(tmp_path / "nowhere")
+    monkeypatch.setenv("EFLA_DATA", "nowhere")
+    with pytest.raises(FileNotFoundError, match=r"^EFLA_DATA is 'nowhere', which is not a folder"):
+        local_data.folder(None)
+    assert local_data.folder(tmp_path) == tmp_path
+    monkeypatch.setenv("EFLA_DATA", "")
+    assert local_data.folder(None) is None
+    with pytest.raises(ValueError, match="unknown task with local data 'piqqa'; did you mean 'piqa'"):
+        local_data.records("piqqa", tmp_path)

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from efla.evaluation.columns import ACCURACIES, COLUMNS, PRINTED_AVERAGES, mean_accuracy, paper_rows
-from efla.evaluation.items import Items, metric_items, paired_difference, paired_mean_difference
+from efla.evaluation.harness_results import standard_errors
+from efla.evaluation.items import Items, metric_items, paired_difference, paired_mean_difference, resamples
 from efla.evaluation.table import markdown, result_table, terminal
 
 
@@ -46,6 +47,39 @@ def test_standard_errors_are_those_of_the_definitions():
     words = metric_items([{"log_prob": -6.0, "words": 2, "bytes": 4}, {"log_prob": -6.0, "words": 4, "bytes": 4}],
                          "word_perplexity")  # fmt: skip
     assert words.metric() == pytest.approx(math.exp(2.0))
+
+
+def test_one_item_has_no_standard_error_and_two_have_half_their_difference():
+    assert math.isnan(accuracies(np.array([1])).standard_error())
+    assert accuracies(np.array([0, 1])).standard_error() == pytest.approx(0.5)
+    records = [{"x": 1.0, "acc": True, "log_prob": -2.0, "words": 1, "bytes": 2}, {"x": 4.0, "acc": False, "log_prob": -2.0,
+               "words": 1, "bytes": 2}]  # fmt: skip
+    found = standard_errors(records, ["acc", "x", "unknown", "bits_per_byte"])
+    assert list(found) == ["acc", "x", "unknown", "bits_per_byte"]
+    assert (found["acc"], found["x"], found["bits_per_byte"]) == pytest.approx((0.5, 1.5, 0.0))
+    assert math.isnan(found["unknown"])
+    assert math.isnan(standard_errors(records[:1], ["x"])["x"])
+
+
+def test_metrics_by_their_names():
+    records = [{"acc": 1, "acc_norm": 0, "log_prob": -6.0, "words": 2, "bytes": 4}]
+    found = {m: metric_items(records, m).metric() for m in
+             ("acc", "acc_norm", "perplexity", "word_perplexity", "byte_perplexity", "bits_per_byte")}  # fmt: skip
+    e = math.exp
+    assert found == pytest.approx({"acc": 1, "acc_norm": 0, "perplexity": e(6), "word_perplexity": e(3),
+                                   "byte_perplexity": e(1.5), "bits_per_byte": 1.5 / math.log(2)})  # fmt: skip
+    hopeless = metric_items([{"log_prob": -1e4}], "perplexity")
+    assert hopeless.metric() == math.inf
+
+
+def test_resamples_are_whole_and_the_same_for_the_same_seed():
+    first, again = (list(resamples(7, 450, seed=3)) for _ in range(2))
+    assert [counts.shape for counts in first] == [(200, 7), (200, 7), (50, 7)]
+    assert all((a == b).all() for a, b in zip(first, again, strict=True))
+    drawn = np.concatenate(first)
+    assert (drawn.sum(1) == 7).all()
+    assert np.abs(drawn.mean(0) - 1).max() < 4 / math.sqrt(450)
+    assert not (drawn[:50] == np.concatenate(list(resamples(7, 50, seed=4)))).all()
 
 
 def accuracies(values: np.ndarray) -> Items:

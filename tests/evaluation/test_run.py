@@ -9,6 +9,7 @@ import re
 import shutil
 from dataclasses import asdict
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,6 +23,7 @@ from efla.evaluation import (
     Request,
     bits_by_position,
     doubling_buckets,
+    loading,
     local_data,
     long_context,
     score,
@@ -294,6 +296,10 @@ def test_a_training_run_goes_by_its_own_name(folders, tmp_path):
     assert list(names_of(sources).values()) == ["one", "two", "efla"]
     digests = {load_model(source).digest for source in sources}
     assert len(digests) == 1
+    assert loading._digest(Path("owner/name"), SimpleNamespace(_commit_hash="abc")) == "abc"
+    assert loading._digest(Path("owner/name"), SimpleNamespace()) == "unknown"
+    assert load_model(sources[2]).name == sources[2]
+    assert (load_model(sources[2]).max_length, load_model(sources[2], max_length=7).max_length) == (256, 7)
     twins = names_of(["a/x/model", "b/x"])
     assert twins == {"a/x/model": "a/x", "b/x": "b/x"}
 

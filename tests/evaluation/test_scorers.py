@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import math
 import random
+import re
 
+import numpy as np
 import pytest
 import torch
 
@@ -27,7 +30,7 @@ from efla.evaluation import (
     wikitext,
 )
 from efla.evaluation.likelihood import PASS_TOKENS, _batches, shared_length
-from efla.evaluation.perplexity import rolling_windows
+from efla.evaluation.perplexity import rolling_windows, why_not_carried
 from efla.evaluation.scorer import encode_pair
 from tests.evaluation.models import FAMILIES, TEXT, UniformLM, llama, trained
 
@@ -97,6 +100,7 @@ def test_batches_are_the_cheapest_cut_within_the_budget():
     draw = random.Random(0)
     for budget in (1, 200, 500, 4096):
         lengths = sorted((draw.randrange(0, 300) for _ in range(10)), reverse=True)
+        lengths = [*lengths[:5], 2, 1, 1, 0, 0] if budget == 200 else lengths
 
         def cost(cuts: list[slice], lengths: list[int] = lengths) -> int:
             return sum(PASS_TOKENS + (c.stop - c.start) * max(1, lengths[c.start]) for c in cuts)
@@ -153,6 +157,69 @@ def test_the_shared_pass_reads_the_context_once():
         handle.remove()
     assert shared == len(context) + 4 * 10
     assert sum(read) == 4 * (len(context) + 10)
+
+
+def test_a_question_of_one_choice_or_with_little_in_common_takes_one_pass():
+    model = trained("efla")
+    text, shapes = TEXT.encode(), []
+    handle = model.model.embed_tokens.register_forward_pre_hook(lambda _, args: shapes.append(tuple(args[0].shape)))
+    try:
+        score(model, [Request(list(text[:40]), 5, "alone")])
+        assert shapes == [(1, 39)]
+        shapes.clear()
+        score(model, [Request([*text[:7], *text[i : i + 20]], 5, "short") for i in (30, 41)])  # 7 shared of 8 needed
+        assert shapes == [(2, 26)]
+        shapes.clear()
+        score(model, [Request([*text[:8], *text[i : i + 20]], 5, "long enough") for i in (30, 41)])
+        assert shapes == [(1, 8), (2, 19)]
+        shapes.clear()
+        score(model, [Request([*text[:8], *text[i : i + 20]], 5) for i in (30, 41)])  # of no question
+        assert shapes == [(2, 27)]
+    finally:
+        handle.remove()
+
+
+@pytest.mark.parametrize("name", ["efla", "llama"])
+def test_logits_are_made_only_where_they_are_needed(name):
+    """From the first scored position on, and after a prefill at its last token alone."""
+    model = model_of(name)
+    text, kept = TEXT.encode(), []
+    head = model.get_output_embeddings()
+    handle = head.register_forward_pre_hook(lambda _, args: kept.append(args[0].shape[-2]))
+    try:
+        score(model, [Request(list(text[:40]), 5), Request(list(text[:38]), 7)])
+        assert kept == [9]  # the shorter row's 7 end two positions before the longer one's 5
+        kept.clear()
+        score(model, [Request([*text[:20], *text[i : i + 6]], 4, 0) for i in (30, 41)])
+        assert kept == [1, 5]
+    finally:
+        handle.remove()
+
+
+def test_many_logits_are_made_in_several_passes(monkeypatch):
+    """16 rows of logits at a time, of a vocabulary of 256."""
+    model = trained("efla")
+    requests = [Request(list(TEXT.encode()[i : i + 30]), 6) for i in range(5)]
+    expected = score(model, requests)
+    monkeypatch.setattr(likelihood, "MAX_LOGITS", 16 * 256)
+    shapes = []
+    handle = model.model.embed_tokens.register_forward_pre_hook(lambda _, args: shapes.append(tuple(args[0].shape)))
+    try:
+        found = score(model, requests)
+    finally:
+        handle.remove()
+    assert shapes == [(2, 29), (2, 29), (1, 29)]
+    assert [s.log_prob for s in found] == pytest.approx([s.log_prob for s in expected], abs=1e-4)
+
+
+def test_finished_requests_are_told_once_each():
+    requests = random_requests(seed=5)
+    told: list[tuple[int, object]] = []
+    found = score(trained("efla"), requests, batch_tokens=200, done=told.extend)
+    assert sorted(told) == list(enumerate(found))
+    assert score(trained("efla"), []) == []
+    with pytest.raises(ValueError, match="batch_tokens must be at least 1, got 0"):
+        score(trained("efla"), requests, batch_tokens=0)
 
 
 def test_a_memory_is_forked_not_shared_between_choices():
@@ -250,6 +317,80 @@ def test_pairs_are_encoded_as_the_harness_does():
     assert encode_pair(tokenizer, 0, "", "c") == ([0, 99], 1)
 
 
+class NoBos:
+    """A tokenizer of bytes that begins texts with nothing; 7 ends them."""
+
+    bos_token_id = None
+    eos_token_id: int | None = 7
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        return list(text.encode())
+
+
+def test_a_text_without_context_follows_bos_or_else_eos():
+    tokenizer = NoBos()
+    scorer = Scorer(trained("efla"), tokenizer)
+    assert scorer.prefix_token == 7
+    assert encode_pair(tokenizer, 7, "", "ab") == ([7, 97, 98], 2)
+    assert encode_pair(tokenizer, 97, "", "ab") == ([97, 98], 1)  # it starts with the token itself: not put twice
+    assert encode_pair(tokenizer, 7, "", "") == ([7], 0)
+    (found,) = score_pairs(scorer, [("", "ab")])
+    assert found.log_prob == pytest.approx(score(scorer.model, [Request([7, 97, 98], 2)])[0].log_prob, abs=1e-5)
+    assert Scorer(trained("efla"), ByteTokenizer()).prefix_token == 0
+    tokenizer.eos_token_id = None
+    with pytest.raises(ValueError, match="neither bos nor eos"):
+        _ = scorer.prefix_token
+    with pytest.raises(ValueError, match="1 to 2048 tokens, got 0"):
+        score_pairs(Scorer(trained("efla"), ByteTokenizer()), [("a", "")])
+
+
+def test_passes_stay_within_the_batch_of_tokens(monkeypatch):
+    """Of every task, through the scorer; and progress is told of each request."""
+    model = trained("efla")
+    shapes: list[int] = []
+    handle = model.model.embed_tokens.register_forward_pre_hook(lambda _, args: shapes.append(args[0].numel()))
+    pages = [{"page": TEXT[i : i + 150]} for i in range(4)]
+    choices = [asking("arc_easy", CHOICES, 0)] * 3
+    scorer = Scorer(model, ByteTokenizer(), max_length=30, batch_tokens=60)
+    told: list[int] = []
+    try:
+        for work, count in (
+            (lambda: wikitext(scorer, pages, progress=told.append), 4 * 5),
+            (lambda: wikitext(scorer, pages, carried=True, progress=told.append), 4),
+            (lambda: multiple_choice(scorer, "arc_easy", choices, told.append), 12),
+            (lambda: lambada(scorer, [{"text": "one two three"}] * 5, told.append), 5),
+        ):
+            work()
+            assert max(shapes) <= 60 and len(shapes) > 1
+            assert sum(told) == count
+            shapes.clear(), told.clear()
+    finally:
+        handle.remove()
+    for empty in (
+        lambda: wikitext(scorer, []),
+        lambda: lambada(scorer, []),
+        lambda: multiple_choice(scorer, "piqa", []),
+    ):
+        with pytest.raises(ValueError, match="the list of records is empty"):
+            empty()
+
+
+def test_hopeless_perplexities_are_infinite_not_an_error():
+    class Sure(UniformLM):
+        """Expects token 1, come what may."""
+
+        def forward(self, *args, **kwargs):
+            out = super().forward(*args, **kwargs)
+            out.logits[..., 1] = 1000.0
+            return out
+
+    scorer = Scorer(Sure(), ByteTokenizer())
+    assert lambada(scorer, [{"text": "one two"}]).perplexity == math.inf
+    found = wikitext(scorer, [{"page": "one two"}])
+    assert found.word_perplexity == found.byte_perplexity == math.inf
+    assert found.bits_per_byte == pytest.approx(1000 / math.log(2), rel=1e-3)
+
+
 def test_long_contexts_are_cut_on_the_left():
     scorer = Scorer(trained("efla"), ByteTokenizer(), max_length=20)
     long = score_pairs(scorer, [("x" * 50 + "A man is sitting", " on")])
@@ -268,6 +409,9 @@ def test_rolling_windows_score_every_token_once():
         ([105, 106, 107, 108, 109], 2),
     ]
     assert list(rolling_windows([], 7, 4)) == []
+    assert [len(window.tokens) for window in rolling_windows(tokens, 7, 1)] == [2] * 10
+    with pytest.raises(ValueError, match="max_length must be at least 1, got 0"):
+        list(rolling_windows(tokens, 7, 0))
 
 
 @pytest.mark.parametrize("name", ["efla", "gated_delta", "mamba2"])
@@ -286,6 +430,42 @@ def test_a_softmax_model_cannot_carry_its_state():
     for model in (trained("softmax"), trained("hybrid"), llama()):
         with pytest.raises(ValueError, match="cannot be carried"):
             carried_log_likelihoods(model, [[1, 2, 3]], prefix_token=0, max_length=8)
+
+
+def test_a_foreign_recurrent_model_is_tried_before_its_state_is_trusted(monkeypatch):
+    model = copy.deepcopy(trained("efla"))
+    assert why_not_carried(model) is None
+    model.config.model_type = "foreign"
+    assert why_not_carried(model) is None
+    forward = model.forward
+
+    def forgets(input_ids, past_key_values=None, **options):
+        return forward(input_ids=input_ids, **options)
+
+    def refuses(input_ids, past_key_values=None, **options):
+        if past_key_values is not None:
+            raise RuntimeError("no state, please")
+        return forward(input_ids=input_ids, **options)
+
+    monkeypatch.setattr(model, "forward", forgets)
+    assert re.fullmatch(r"transformers' 'foreign' forgets between windows \(by \S+ nats\)", why_not_carried(model))
+    monkeypatch.setattr(model, "forward", refuses)
+    assert why_not_carried(model) == (
+        "transformers' 'foreign' does not continue from a state (RuntimeError: no state, please)"
+    )
+
+
+def test_curves_have_an_error_over_rows_and_stop_after_the_last_bucket():
+    model, told = trained("efla"), []
+    rows = [list(TEXT.encode()[i : i + 131]) for i in (0, 50, 100)]
+    each = [bits_by_position(model, [row], [(3, 20)]) for row in rows]
+    assert math.isnan(each[0].standard_errors[0])
+    curve = bits_by_position(model, rows, [(3, 20)], window=16, batch_rows=2, progress=told.append)
+    values = [one.bits[0] for one in each]
+    assert curve.bits == pytest.approx([sum(values) / 3], abs=1e-5)
+    assert curve.standard_errors == pytest.approx([float(np.std(values, ddof=1)) / math.sqrt(3)], rel=1e-3)
+    assert (curve.starts, curve.ends) == ([3], [20])
+    assert told == [32, 32, 16, 16], "two windows of 16 for two rows, then for one"
 
 
 @pytest.mark.parametrize("name", ["efla", "softmax"])
@@ -319,4 +499,8 @@ def test_stream_bits_reset_the_state_for_each_row():
     total = sum(score(model, [Request(row, len(row) - 1)])[0].log_prob for row in rows)
     found = stream_bits(model, tokens, 50)  # the last row has one token: nothing to score
     assert found.num_scored == 98
+    assert found.perplexity == pytest.approx(2**found.bits_per_token)
+    for short in ((tokens[:1], 50), (tokens, 1)):
+        with pytest.raises(ValueError, match="at least 2 tokens"):
+            stream_bits(model, *short)
     assert found.bits_per_token == pytest.approx(-total / 98 / math.log(2), rel=1e-5)
