@@ -49,12 +49,18 @@ $(GPU_STAMP): $(STAMP)
 test-browser: setup
 	$(BIN)/python -m pytest -m browser tests/report
 
-# The C++ kernels on random shapes (the scan against a naive implementation), under the address and undefined-behaviour sanitizers.
-test-sanitizers:
-	cmake -S csrc -B build/sanitizers -DEFLA_BUILD_PYTHON=OFF -DEFLA_BUILD_FUZZ=ON -DEFLA_SANITIZE=ON
+# Under the address and undefined-behaviour sanitizers: the C++ kernels on random shapes (the scan against a naive
+# implementation), then the bound functions on tensors that do not fit. The long run: make test-sanitizers CALLS=1000000.
+CALLS ?= 20000
+test-sanitizers: setup
+	$(BIN)/python -m pip install --quiet nanobind
+	cmake -S csrc -B build/sanitizers -DEFLA_BUILD_PYTHON=ON -DEFLA_BUILD_FUZZ=ON -DEFLA_SANITIZE=ON \
+		-DPython_EXECUTABLE=$(abspath $(BIN))/python -Dnanobind_DIR="$$($(BIN)/python -m nanobind --cmake_dir)"
 	cmake --build build/sanitizers --parallel 2
 	build/sanitizers/efla_fuzz
 	build/sanitizers/efla_fuzz_rows
+	LD_PRELOAD="$$(gcc -print-file-name=libasan.so) $$(gcc -print-file-name=libstdc++.so)" ASAN_OPTIONS=detect_leaks=0 \
+		$(BIN)/python -m tests.scans.kernel_calls $(CALLS) build/sanitizers/_native*.so
 
 # One small wrong change of the sources at a time: which does no test notice? A sample of 150 for each of four targets, at most
 # half an hour; fails at 5 % survivors. One target alone, all its mutants: make test-mutants MUTANTS='rules --sample 1000'.

@@ -1,10 +1,13 @@
 """Calls of the bound kernels with tensors that fit and with tensors that do not.
 
-python -m tests.scans.kernel_calls 1000000        for the address sanitizer: see ``make test-sanitizers``
+    python -m tests.scans.kernel_calls 1000000 [EXTENSION]
+
+The second argument is another build of the extension, one with the address sanitizer: see ``make test-sanitizers``.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import random
 import sys
 from collections.abc import Iterator
@@ -12,6 +15,11 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+if __name__ == "__main__" and len(sys.argv) > 2:
+    _spec = importlib.util.spec_from_file_location("efla._native", sys.argv[2])
+    sys.modules["efla._native"] = importlib.util.module_from_spec(_spec)
+    _spec.loader.exec_module(sys.modules["efla._native"])
 
 from efla import extension
 
