@@ -10,7 +10,7 @@ ifneq ($(wildcard ../shared/data),)
 export EFLA_DATA ?= $(abspath ../shared/data)
 endif
 
-.PHONY: setup demo test test-all test-gpu-sim test-browser test-sanitizers test-mutants lint bench docs clean
+.PHONY: setup demo test test-all test-gpu-sim test-browser test-portable test-sanitizers test-mutants lint bench docs clean
 
 setup: $(STAMP)
 
@@ -27,10 +27,12 @@ demo: setup
 	EFLA_DATA= $(BIN)/efla reproduce smnist --profile quick --output runs/demo-smnist
 	$(BIN)/efla report runs/demo-smnist runs/demo-exactness --output runs/demo-report.html
 
-test: setup
-	$(BIN)/python -m pytest -n 2 -m 'not slow and not browser and not gpu_sim' --durations=10
+PYTEST := $(BIN)/python -m pytest -n 2 -m 'not slow and not browser and not gpu_sim'
 
-test-all: setup test-sanitizers test-gpu-sim
+test: setup
+	$(PYTEST) --durations=10
+
+test-all: setup test-portable test-sanitizers test-gpu-sim
 	EFLA_FLA_PYTHON=$(abspath $(GPU_VENV))/bin/python $(BIN)/python -m pytest -n 2 -m 'not gpu_sim' --durations=20
 
 # The GPU backend without a GPU: kernels in Triton's interpreter, and compiled ahead of time. flash-linear-attention and
@@ -44,6 +46,24 @@ $(GPU_STAMP): $(STAMP)
 		"$$($(BIN)/python -c 'import site; print(site.getsitepackages()[0])')"
 	$(GPU_VENV)/bin/python -m pip install --quiet --constraint constraints.txt 'flash-linear-attention==0.6.0' 'triton==3.7.1'
 	touch $(GPU_STAMP)
+
+# What one CPU can show of the others: the instruction sets of our kernels, of torch, MKL and oneDNN, four threads (make test has
+# one), and two busy loops beside all tests. The settings change no more than arithmetic, so they skip what computes nothing: pages
+# and their charts, data files, commands, and the GPU backend. The loops end with the shell, however it ends.
+PORTABLE := EFLA_SIMD=baseline ATEN_CPU_CAPABILITY=default ATEN_CPU_CAPABILITY=avx2 MKL_CBWR=COMPATIBLE \
+	ONEDNN_MAX_CPU_ISA=SSE41 EFLA_TEST_THREADS=4
+COMPUTES_NOTHING := tests/report tests/data tests/bench tests/gpu tests/test_docs.py tests/test_cli.py tests/test_import.py \
+	tests/test_allocator.py tests/mad/test_generators.py tests/mad/test_report.py tests/mad/test_show.py \
+	tests/train/test_prepare.py tests/train/test_corpora.py tests/train/test_recipes.py tests/experiments/test_runner.py \
+	tests/experiments/test_rows.py tests/experiments/test_display.py tests/experiments/test_commands.py
+
+test-portable: setup
+	@for setting in $(PORTABLE); do \
+		echo "== $$setting"; \
+		env $$setting $(PYTEST) -q $(COMPUTES_NOTHING:%=--ignore=%) || { echo "make $@: failed with $$setting" >&2; exit 1; }; \
+	done
+	@echo "== two busy loops"; for loop in 1 2; do while kill -0 $$$$ 2>/dev/null; do :; done & done; \
+		$(PYTEST) -q || { echo "make $@: failed beside two busy loops" >&2; exit 1; }
 
 # The report in headless Chromium (Debian: apt-get install chromium); skipped with the reason where there is none.
 test-browser: setup
