@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 from efla.errors import unknown_name
 from efla.experiments.framework.records import GRID
@@ -30,14 +31,36 @@ ARMS = {
 }
 MAIN_ARMS = ("exact-flow", "delta-raw", "delta-l2")
 EXTENSION_ARMS = tuple(arm for arm in ARMS if arm not in MAIN_ARMS)
-BLOCKS = ("bare", "prenorm", "residual")
+AUTHORS_ARMS = ("exact-flow", "delta-l2")
+AUTHORS_RATES = (3e-3, 1e-3)
+AUTHORS_SEEDS = tuple(range(42, 52))
+"""The published runs are DeltaNet with seed 43 at 1e-3 and EFLA with seed 44 at 3e-3."""
+AUTHORS_CHANGES = {
+    "authors-silu": "SiLU on q, k and v",
+    "authors-conv": "a causal convolution of size 4 on q, k and v",
+    "authors-qnorm": "L2-normalised queries",
+    "authors-mean": "the head reads the mean over positions, after the norm",
+    "authors-clamped": "exact flow with the script's clamps: lam at least 1e-6, 1e-6 more in the denominator",
+}
+BLOCKS = ("bare", "prenorm", "residual", "authors", *AUTHORS_CHANGES)
 RATES = (1e-4, 3e-4, 1e-3, 3e-3, 1e-2)
 
-# The random fields are seeded with a level's place in these lists, so that all profiles see the same corrupted images.
-LEVELS: dict[str, tuple[float, ...]] = {
+FULL_LEVELS: dict[str, tuple[float, ...]] = {
     "dropout": (0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8),
     "scale": (1, 1.25, 1.5, 2, 3, 4, 6, 8, 12, 16),
     "noise": (0, 0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.6, 0.8),
+}
+# The random fields are seeded with a level's place in these lists, so that all profiles see the same corrupted images:
+# append a new level, wherever it lies.
+LEVELS = {
+    "dropout": (*FULL_LEVELS["dropout"], 0.9, 1),
+    "scale": (*FULL_LEVELS["scale"], 5, 7, 9, 10),
+    "noise": (*FULL_LEVELS["noise"], 0.5, 0.7, 0.9, 1),
+}
+AUTHORS_LEVELS: dict[str, tuple[float, ...]] = {
+    "dropout": (0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1),
+    "scale": (1, 2, 3, 4, 5, 6, 7, 8, 9, 10),
+    "noise": (0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1),
 }
 QUICK_LEVELS: dict[str, tuple[float, ...]] = {
     "dropout": (0, 0.2, 0.4, 0.6),
@@ -69,9 +92,10 @@ class SmnistConfig:
     clean_on: str
     """"all" test images, or "test2k": every fifth of 10,000 (all of a smaller test set)."""
     perturbed_on: str
-    dropout_levels: tuple[float, ...] = LEVELS["dropout"]
-    scale_levels: tuple[float, ...] = LEVELS["scale"]
-    noise_levels: tuple[float, ...] = LEVELS["noise"]
+    """The same, or "published": all for the authors' block with their arms and rates, test2k for every other run."""
+    dropout_levels: tuple[float, ...] = FULL_LEVELS["dropout"]
+    scale_levels: tuple[float, ...] = FULL_LEVELS["scale"]
+    noise_levels: tuple[float, ...] = FULL_LEVELS["noise"]
     perturbed_rates: tuple[float, ...] = (1e-3, 3e-3)
     """Rates whose runs are tested on corrupted images."""
     accuracy_every: int | None = None
@@ -81,7 +105,7 @@ class SmnistConfig:
     heads: int = 1
     layers: int = 1
     readout: str = "mean"
-    """What the head reads: the mean over positions, or the last one."""
+    """What the head reads: the mean over positions, or the last one; the authors' blocks say it by their name."""
     clip: float = 1.0
     weight_decay: float = 0.01
     backend: str = "auto"
@@ -98,11 +122,15 @@ class SmnistConfig:
                     raise unknown_name("arm", arm, ARMS)
             if group.block not in BLOCKS:
                 raise unknown_name("block", group.block, BLOCKS)
+            gated = [arm for arm in group.arms if arm.startswith("gated")]
+            if group.block.startswith("authors") and gated:
+                raise ValueError(f"the block '{group.block}' has no gate: run {', '.join(gated)} on another block")
             if any(rate <= 0 for rate in group.rates):
                 raise ValueError(f"learning rates must be positive, got {group.rates}")
-        for name, value in (("clean_on", self.clean_on), ("perturbed_on", self.perturbed_on)):
-            if value not in ("all", "test2k"):
-                raise ValueError(f"{name} must be 'all' or 'test2k', got {value!r}")
+        if self.clean_on not in ("all", "test2k"):
+            raise ValueError(f"clean_on must be 'all' or 'test2k', got {self.clean_on!r}")
+        if self.perturbed_on not in ("all", "test2k", "published"):
+            raise ValueError(f"perturbed_on must be 'all', 'test2k' or 'published', got {self.perturbed_on!r}")
         if self.length not in (196, 784):
             raise ValueError(f"length must be 784 or 196, got {self.length}")
         if self.readout not in ("mean", "last"):
@@ -121,8 +149,14 @@ class SmnistConfig:
         """The levels of each kind of corruption."""
         return {"dropout": self.dropout_levels, "scale": self.scale_levels, "noise": self.noise_levels}
 
+    def perturbed_images(self, block: str, arm: str, rate: float) -> str:
+        """The images on which a run is tested under corruption: "all" or "test2k"."""
+        if self.perturbed_on != "published":
+            return self.perturbed_on
+        return "all" if block == "authors" and arm in AUTHORS_ARMS and rate in AUTHORS_RATES else "test2k"
 
-Profile = Literal["quick", "full", "paper"]
+
+Profile = Literal["quick", "full", "paper", "authors", "authors-changes"]
 
 
 def profile(name: str, *, dataset: str, folder: str | None = None, train_images: int = 60_000) -> SmnistConfig:
@@ -150,4 +184,21 @@ def profile(name: str, *, dataset: str, folder: str | None = None, train_images:
             perturbed_rates=RATES, accuracy_every=469,
             groups=(Group("bare", (*MAIN_ARMS, "implicit-euler", "exact-flow-l2"), RATES, (0, 1, 2, 3, 4)),),
         )  # fmt: skip
-    raise unknown_name("profile", name, ("quick", "full", "paper"))
+    if name in ("authors", "authors-changes"):
+        grids: dict[str, tuple[Group, ...]] = {
+            "authors": (
+                Group("authors", AUTHORS_ARMS, AUTHORS_RATES, AUTHORS_SEEDS[:5]),
+                Group("authors", AUTHORS_ARMS, AUTHORS_RATES, AUTHORS_SEEDS[5:]),
+                Group("authors", ("delta-raw", "implicit-euler", "crank-nicolson"), AUTHORS_RATES, AUTHORS_SEEDS[:3]),
+            ),
+            "authors-changes": (
+                *(Group(block, AUTHORS_ARMS, (3e-3,), AUTHORS_SEEDS[:3]) for block in list(AUTHORS_CHANGES)[:-1]),
+                Group("authors-clamped", ("exact-flow",), (3e-3,), (44,)),
+            ),
+        }
+        return SmnistConfig(
+            length=784, steps=math.ceil(train_images / 128), dataset=dataset, folder=folder, clean_on="all",
+            perturbed_on="published", perturbed_rates=RATES, dropout_levels=AUTHORS_LEVELS["dropout"],
+            scale_levels=AUTHORS_LEVELS["scale"], noise_levels=AUTHORS_LEVELS["noise"], groups=grids[name],
+        )  # fmt: skip
+    raise unknown_name("profile", name, get_args(Profile))

