@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import inspect
+import json
 import math
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,8 +26,9 @@ from efla.evaluation import (
     wikitext,
 )
 from efla.evaluation.columns import PAPER_TASKS
+from efla.evaluation.likelihood import Score
 from efla.evaluation.perplexity import why_not_carried
-from efla.evaluation.responses import ResponseLog
+from efla.evaluation.responses import ResponseLog, remove_responses
 from tests.evaluation.models import FAMILIES, TEXT, UniformLM, data_folder, llama, trained
 from tests.evaluation.small_data import write_small_data
 
@@ -318,3 +322,77 @@ def test_sharing_is_tried_on_three_questions_that_have_something_to_share(monkey
         asked += question(group, 8, 2)
     assert sharing_agrees(llama(), asked)
     assert tried == [[2, 2, 3, 3, 4, 4]] * 2
+
+
+@pytest.mark.parametrize(("gap", "dtype", "agrees"), [
+    (9e-4, torch.float32, True), (2e-3, torch.float32, False), (0.9, torch.bfloat16, True), (1.1, torch.bfloat16, False),
+])  # fmt: skip
+def test_sharing_may_differ_by_what_rounding_does(gap, dtype, agrees, monkeypatch):
+    """A thousandth of a nat in float32, one in bfloat16."""
+
+    def shifted(model: Any, requests: Any, share: bool = True, **options: Any) -> Any:
+        return [Score(-10.0 + gap * share, True) for _ in requests]
+
+    monkeypatch.setattr("efla.evaluation.harness_model.score", shifted)
+    asked = [Request([*range(1, 12), 20 + i], 1, 0) for i in range(2)]
+    model = SimpleNamespace(dtype=dtype)
+    with contextlib.nullcontext() if agrees else pytest.warns(UserWarning, match=f"scores differ by {gap:.2g} nats"):
+        assert sharing_agrees(model, asked) == agrees
+
+
+def test_a_model_in_bfloat16_is_scored_with_a_softmax_in_float32(small_data):
+    model = copy.deepcopy(trained("efla")).bfloat16()
+    assert HarnessModel(model, ByteTokenizer(), max_length=256).softmax_dtype == torch.float32
+    assert HarnessModel(trained("efla"), ByteTokenizer(), max_length=256).softmax_dtype is None
+
+
+@pytest.mark.parametrize("share", [True, False], ids=["shared", "plain"])
+def test_texts_in_windows_are_kept_when_their_last_window_is_done(share, small_data, tmp_path):
+    counts: list[int] = []
+
+    class Progress:
+        def begin(self, total: int) -> None:
+            counts.append(-total)
+
+        def advance(self, count: int) -> None:
+            counts.append(count)
+
+    asked = instances(small_data, None, ("wikitext",))["loglikelihood_rolling"]
+    harness = HarnessModel(trained("efla"), ByteTokenizer(), max_length=30, share=share, progress=Progress())
+    harness.log = ResponseLog(tmp_path / "log.jsonl", {"model": "m"})
+    with harness_tasks.quiet():
+        found = harness.loglikelihood_rolling(asked)
+    assert sum(counts) == 0 and counts[0] == -len(asked) == -2
+    kept = ResponseLog(tmp_path / "log.jsonl", {"model": "m"})
+    assert [kept.get("loglikelihood_rolling", request.args) for request in asked] == pytest.approx(found)
+
+
+def test_a_log_of_answers_survives_a_cut_at_any_place(tmp_path):
+    path = tmp_path / "a" / "log.jsonl"
+    log = ResponseLog(path, {"model": "m"})
+    log.add([("kind", ("x", 1), [-1.5, True]), ("kind", ("y",), 2.0)])
+    log.add([("other", ("x", 1), 0.1 + 0.2)])
+    whole = path.read_bytes()
+    assert json.loads(whole.splitlines()[0]) == {"responses_of": {"model": "m"}}
+    ends = [i for i, byte in enumerate(whole) if byte == ord("\n")]
+    for cut in sorted({0, 1, *(end + step for end in ends for step in (-3, 0, 1))}):
+        path.write_bytes(whole[:cut])
+        read = ResponseLog(path, {"model": "m"})
+        lines = max(0, whole[:cut].count(b"\n") - 1)
+        assert len(read) == lines
+        assert path.read_bytes() == b"".join(whole.splitlines(keepends=True)[: 1 + lines])
+    assert (read.get("kind", ("x", 1)), read.get("kind", ("y",)), read.get("other", ("x", 1))) == (
+        [-1.5, True],
+        2.0,
+        0.1 + 0.2,
+    )
+    assert read.get("kind", ("z",)) is None
+    path.write_bytes(whole.replace(b"[", b"{", 2))  # a damaged line in the middle is dropped, the rest stays
+    assert len(ResponseLog(path, {"model": "m"})) == 2
+    other = path.with_name("other")
+    other.write_text("")
+    remove_responses(path)
+    remove_responses(path)
+    assert list(path.parent.iterdir()) == [other]
+    remove_responses(other)
+    assert not path.parent.exists()

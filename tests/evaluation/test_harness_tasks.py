@@ -148,6 +148,20 @@ def test_paper_stands_for_the_ten_tasks():
         harness_tasks.expand([])
 
 
+def test_without_a_folder_a_task_is_built_from_the_hub(monkeypatch):
+    asked = []
+
+    def hub(*args: Any, **options: Any) -> Any:
+        asked.append((args, options))
+        table = datasets.Dataset.from_list(HUB["piqa"]).cast_column("label", datasets.ClassLabel(names=["0", "1"]))
+        return datasets.DatasetDict({"train": table, "validation": table})
+
+    monkeypatch.setattr(datasets, "load_dataset", hub)
+    found = requests_of(harness_tasks.load_task("piqa", None))
+    assert [(doc, index, args) for _, doc, index, args, _ in found] == our_requests("piqa", HUB["piqa"])
+    assert "piqa" in str(asked[0])
+
+
 def test_an_unknown_task_is_named_with_the_known_ones(monkeypatch):
     import lm_eval.tasks
 

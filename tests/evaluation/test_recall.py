@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -66,7 +67,10 @@ def test_impossible_settings_are_named():
         make_batch(usable, 200, 4000, 1, seed=0)
     with pytest.raises(ValueError, match="length is 15"):
         make_batch(usable, 4, 15, 1, seed=0)
-    assert len(usable_tokens(32_000, [0, 1, 2])) == 2048
+    many = usable_tokens(32_000, [0, 1, 2])
+    assert (len(many), len(set(many)), many[0], many[-1]) == (2048, 2048, 3, 31_999)
+    assert usable_tokens(2051, [0, 1, 2]) == list(range(3, 2051))
+    assert 15 <= min(b - a for a, b in pairwise(many)) <= max(b - a for a, b in pairwise(many)) <= 16
 
 
 def test_training_on_recall_leaves_the_model_itself_alone():
@@ -76,8 +80,13 @@ def test_training_on_recall_leaves_the_model_itself_alone():
     copied = adapted(model, usable_tokens(256, [0]), [(2, 16)], steps=3, seed=0, batch_tokens=64)
     assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
     assert any(not torch.equal(p, before[name]) for name, p in copied.named_parameters())
+    told: list[int] = []
+    adapted(model, usable_tokens(256, [0]), [(2, 16)], steps=1, seed=0, batch_tokens=64, progress=told.append)
+    assert told == [1]
     with pytest.raises(ValueError, match="at least one step"):
         adapted(model, usable_tokens(256, [0]), [], steps=3, seed=0)
+    with pytest.raises(ValueError, match="at least one step"):
+        adapted(model, usable_tokens(256, [0]), [(2, 16)], steps=0, seed=0)
 
 
 @pytest.mark.slow

@@ -381,13 +381,19 @@ def test_recall_after_training_on_it_is_that_of_the_trained_copy(folders, tmp_pa
     asked = LengthSettings(text=str(text), positions=100, rows=1, pairs=(2, 8), lengths=(16,), recall_steps=3, seed=5)
     assert asked.grid == [(2, 16)], "eight pairs do not fit into 16 tokens"
     settings = Settings(batch_tokens=64)
-    rows = evaluate_length(models_of(folders, "efla"), settings, asked, tmp_path / "out", quiet_console())
+    out = io.StringIO()
+    rows = evaluate_length(models_of(folders, "efla"), settings, asked, tmp_path / "out", Console(file=out))
+    bits = [row["bits_per_byte"] for row in rows if row["row"] == "position"]
+    lines = out.getvalue().splitlines()
+    assert lines[0].startswith(f"1/2  efla/positions  bits per byte {bits[0]:.3f} at 64, {bits[1]:.3f} at 100  ")
     (found,) = [row for row in rows if row["row"] == "recall"]
     usable = usable_tokens(256, [0])
     copied = adapted(trained("efla"), usable, [(2, 16)], steps=3, seed=5, prefix=0, batch_tokens=64)
     expected = asdict(recall(copied, make_batch(usable, 2, 16, 8, 5, prefix=0), 2, 16))
     assert {key: found[key] for key in expected} == pytest.approx(expected)
     assert found["steps"] == 3
+    recalled = f"accuracy {found['accuracy']:.3f}, among the values {found['among_values']:.3f}  "
+    assert lines[1].startswith(f"2/2  efla/recall-2-16  {recalled}")
     assert rows[-1]["config"]["recall_grid"] == [[2, 16]]
     twin = tmp_path / "efla"
     trained("delta").save_pretrained(twin)

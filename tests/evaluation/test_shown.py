@@ -320,6 +320,34 @@ def test_a_bar_on_a_terminal_counts_requests():
         assert quiet._bars is not None and quiet._bars.disable
 
 
+@pytest.mark.parametrize(
+    ("value", "error", "shown"),
+    [
+        (999_999.0, 1234.5, "999,999.00 ± 1,234.50"),
+        (1e6, 1234.5, "1e+06 ± 1e+03"),
+        (2.0, math.nan, "2.00"),
+        (math.inf, 1.0, "not finite"),
+    ],
+)
+def test_large_numbers_are_short(value, error, shown):
+    rows = [cell("m", "wikitext", word_perplexity=value, bits_per_byte=1.0)]
+    rows[0]["standard_errors"]["word_perplexity"] = error
+    assert result_table(rows, "none").lines[0][2].text == shown
+
+
+@pytest.mark.parametrize(("count", "every"), [(8, 1), (9, 2), (17, 2), (18, 3)])
+def test_many_positions_are_thinned_out_on_the_axis(count, every, tmp_path, monkeypatch):
+    pytest.importorskip("matplotlib")
+    ticks = []
+    monkeypatch.setattr(
+        "efla.evaluation.plot.save", lambda figure, *a: ticks.extend(read_axes(figure.axes[0])["ticks"]) or []
+    )
+    rows = [row for row in length_rows() if row["row"] != "recall"][:1] * count
+    rows = [{**row, "end": 2**i} for i, row in enumerate(rows)]
+    plot_length([*rows, length_rows()[-1] | {"model": "ours"}], tmp_path)
+    assert ticks == [f"{2**i:,}" for i in range(0, count, every)]
+
+
 def test_names_become_file_names_and_rows_a_line(tmp_path):
     assert [safe("org/model v2"), safe("..."), safe(".a-b_c.")] == ["org__model__v2", "model", "a-b_c"]
     assert items_path(tmp_path, "a/b", "c d") == tmp_path / "items" / "a__b" / "c__d.jsonl"
