@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import torch
@@ -54,6 +55,12 @@ def tiny_model(seed: int = 0, **fields: Any) -> EflaForCausalLM:
             if p.dim() == 2:
                 p.mul_(5)
     return model.eval()
+
+
+@torch.no_grad()
+def logits_of(model: EflaForCausalLM, tokens: Tensor) -> Tensor:
+    """Of a copy in torch's own memory: a matrix product may round by the alignment of its inputs, and a loaded file's differs."""
+    return copy.deepcopy(model)(tokens).logits  # type: ignore[no-any-return]
 
 
 def random_tokens(*shape: int, seed: int = 1) -> Tensor:
