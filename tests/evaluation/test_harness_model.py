@@ -325,7 +325,7 @@ def test_sharing_is_tried_on_three_questions_that_have_something_to_share(monkey
 
 
 @pytest.mark.parametrize(("gap", "dtype", "agrees"), [
-    (9e-4, torch.float32, True), (2e-3, torch.float32, False), (0.9, torch.bfloat16, True), (1.1, torch.bfloat16, False),
+    (9e-4, torch.float32, True), (1.5e-3, torch.float32, False), (0.9, torch.bfloat16, True), (1.1, torch.bfloat16, False),
 ])  # fmt: skip
 def test_sharing_may_differ_by_what_rounding_does(gap, dtype, agrees, monkeypatch):
     """A thousandth of a nat in float32, one in bfloat16."""
@@ -336,7 +336,8 @@ def test_sharing_may_differ_by_what_rounding_does(gap, dtype, agrees, monkeypatc
     monkeypatch.setattr("efla.evaluation.harness_model.score", shifted)
     asked = [Request([*range(1, 12), 20 + i], 1, 0) for i in range(2)]
     model = SimpleNamespace(dtype=dtype)
-    with contextlib.nullcontext() if agrees else pytest.warns(UserWarning, match=f"scores differ by {gap:.2g} nats"):
+    message = f"^SimpleNamespace cannot .*scores differ by {gap:.2g} nats"
+    with contextlib.nullcontext() if agrees else pytest.warns(UserWarning, match=message):
         assert sharing_agrees(model, asked) == agrees
 
 
@@ -389,6 +390,7 @@ def test_a_log_of_answers_survives_a_cut_at_any_place(tmp_path):
     assert read.get("kind", ("z",)) is None
     path.write_bytes(whole.replace(b"[", b"{", 2))  # a damaged line in the middle is dropped, the rest stays
     assert len(ResponseLog(path, {"model": "m"})) == 2
+    assert path.read_bytes() == b"".join(whole.splitlines(keepends=True)[i] for i in (0, 2, 3))
     other = path.with_name("other")
     other.write_text("")
     remove_responses(path)

@@ -83,7 +83,8 @@ def check_task(name: str, data: Path, hub_records: list[dict[str, Any]], folder:
 @pytest.mark.parametrize("name", PAPER_TASKS)
 def test_requests_from_local_files_are_those_from_the_hub_format(name, tmp_path):
     data = write_small_data(tmp_path / "data")
-    assert local_data.records(name, data) is not None
+    records = local_data.records(name, data)
+    assert [{key: record[key] for key in HUB[name][i]} for i, record in enumerate(records)] == HUB[name]
     assert check_task(name, data, HUB[name], tmp_path) >= 2
 
 

@@ -81,8 +81,10 @@ def test_training_on_recall_leaves_the_model_itself_alone():
     assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
     assert any(not torch.equal(p, before[name]) for name, p in copied.named_parameters())
     told: list[int] = []
-    adapted(model, usable_tokens(256, [0]), [(2, 16)], steps=1, seed=0, batch_tokens=64, progress=told.append)
+    once = adapted(model, usable_tokens(256, [0]), [(2, 16)], steps=1, seed=0, batch_tokens=64, progress=told.append)
     assert told == [1]
+    moved = max(float((p - before[name]).detach().abs().max()) for name, p in once.named_parameters())
+    assert moved == pytest.approx(1e-3, rel=0.05), "AdamW's first step is as long as its rate"
     with pytest.raises(ValueError, match="at least one step"):
         adapted(model, usable_tokens(256, [0]), [], steps=3, seed=0)
     with pytest.raises(ValueError, match="at least one step"):

@@ -32,6 +32,7 @@ from efla.evaluation.columns import PAPER_TASKS
 from efla.evaluation.items import read_items
 from efla.evaluation.loading import load_model, names_of
 from efla.evaluation.long_context import LengthSettings, evaluate_length
+from efla.evaluation.progress import Display
 from efla.evaluation.prompts import count_words, wikitext_text
 from efla.evaluation.recall import adapted, make_batch, recall, usable_tokens
 from efla.evaluation.responses import ResponseLog
@@ -296,12 +297,31 @@ def test_a_training_run_goes_by_its_own_name(folders, tmp_path):
     assert list(names_of(sources).values()) == ["one", "two", "efla"]
     digests = {load_model(source).digest for source in sources}
     assert len(digests) == 1
+    weights = tmp_path / "two/model/model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1] + b"\1")
+    assert load_model(sources[1]).digest not in digests, "one byte of the weights differs"
+    (tmp_path / "one/model/config.json").write_text((tmp_path / "two/model/config.json").read_text() + " ")
+    assert load_model(sources[0]).digest not in digests
     assert loading._digest(Path("owner/name"), SimpleNamespace(_commit_hash="abc")) == "abc"
     assert loading._digest(Path("owner/name"), SimpleNamespace()) == "unknown"
     assert load_model(sources[2]).name == sources[2]
     assert (load_model(sources[2]).max_length, load_model(sources[2], max_length=7).max_length) == (256, 7)
     twins = names_of(["a/x/model", "b/x"])
     assert twins == {"a/x/model": "a/x", "b/x": "b/x"}
+
+
+def test_pickled_weights_are_never_asked_for(folders, monkeypatch):
+    import transformers
+
+    asked: dict[str, Any] = {}
+
+    def from_pretrained(source: str, **options: Any) -> Any:
+        asked.update(options)
+        return trained("efla")
+
+    monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_pretrained", from_pretrained)
+    load_model(models_of(folders, "efla")[0], dtype="bfloat16")
+    assert asked == {"dtype": "bfloat16", "use_safetensors": True}
 
 
 def test_a_vocabulary_without_a_tokenizer_is_named(folders, tmp_path, capsys):
@@ -375,14 +395,17 @@ def check_length_rows(rows: list[dict[str, Any]], text: str) -> None:
     assert cell["wall_seconds"] > 0 and cell["digest"] and cell["versions"] and cell["threads"] >= 1
 
 
-def test_recall_after_training_on_it_is_that_of_the_trained_copy(folders, tmp_path):
+def test_recall_after_training_on_it_is_that_of_the_trained_copy(folders, tmp_path, monkeypatch):
     text = tmp_path / "text.txt"
     text.write_text("Some text. " * 20)
     asked = LengthSettings(text=str(text), positions=100, rows=1, pairs=(2, 8), lengths=(16,), recall_steps=3, seed=5)
     assert asked.grid == [(2, 16)], "eight pairs do not fit into 16 tokens"
     settings = Settings(batch_tokens=64)
-    out = io.StringIO()
+    out, told = io.StringIO(), []
+    monkeypatch.setattr(Display, "begin", lambda self, total: told.append(-total))
+    monkeypatch.setattr(Display, "advance", lambda self, count: told.append(count))
     rows = evaluate_length(models_of(folders, "efla"), settings, asked, tmp_path / "out", Console(file=out))
+    assert told == [-100, 64, 36, -3, 1, 1, 1, -8, 3, 3, 2], "positions, steps of training, sequences"
     bits = [row["bits_per_byte"] for row in rows if row["row"] == "position"]
     lines = out.getvalue().splitlines()
     assert lines[0].startswith(f"1/2  efla/positions  bits per byte {bits[0]:.3f} at 64, {bits[1]:.3f} at 100  ")

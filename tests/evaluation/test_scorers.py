@@ -213,6 +213,17 @@ def test_many_logits_are_made_in_several_passes(monkeypatch):
     assert [s.log_prob for s in found] == pytest.approx([s.log_prob for s in expected], abs=1e-4)
 
 
+def test_the_choices_of_a_question_share_a_pass_over_it():
+    model, shapes = trained("efla"), []
+    handle = model.model.embed_tokens.register_forward_pre_hook(lambda _, args: shapes.append(tuple(args[0].shape)))
+    try:
+        multiple_choice(Scorer(model, ByteTokenizer()), "arc_easy", [asking("arc_easy", CHOICES, 0)])
+    finally:
+        handle.remove()
+    prompt = len("\0Question: Which?\nAnswer:")
+    assert shapes == [(1, prompt), (4, len(" ééééé".encode()) - 1)]
+
+
 def test_finished_requests_are_told_once_each():
     requests = random_requests(seed=5)
     told: list[tuple[int, object]] = []
@@ -448,9 +459,14 @@ def test_a_softmax_model_cannot_carry_its_state():
 
 def test_a_foreign_recurrent_model_is_tried_before_its_state_is_trusted(monkeypatch):
     model = copy.deepcopy(trained("efla"))
+    calls: list[int] = []
+    handle = model.register_forward_pre_hook(lambda *_: calls.append(1))
     assert why_not_carried(model) is None
+    assert not calls, "of our own it is known"
     model.config.model_type = "foreign"
     assert why_not_carried(model) is None
+    assert calls
+    handle.remove()
     forward = model.forward
 
     def forgets(input_ids, past_key_values=None, **options):
