@@ -55,7 +55,7 @@ def _git(folder: Path, *arguments: str) -> str | None:
     try:
         done = subprocess.run(
             ["git", "-C", str(folder), "--no-optional-locks", *arguments],
-            capture_output=True, text=True, timeout=10, check=True,
+            capture_output=True, text=True, timeout=60, check=True,
         )  # fmt: skip
     except (OSError, subprocess.SubprocessError):
         return None
