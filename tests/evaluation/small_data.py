@@ -85,8 +85,8 @@ HUB: dict[str, list[dict[str, Any]]] = {
         },
     ],
     "boolq": [
-        {"question": "is water wet", "passage": "Water -- Water is a liquid.", "idx": 0, "label": 1},
-        {"question": "is ice warm", "passage": "Ice -- Ice is frozen water.", "idx": 1, "label": 0},
+        {"question": "is water wet", "passage": "Water -- Water is a liquid.", "idx": 7, "label": 1},
+        {"question": "is ice warm", "passage": "Ice -- Ice is frozen water.", "idx": 9, "label": 0},
     ],
     "openbookqa": [
         {

@@ -38,7 +38,7 @@ from efla.evaluation.recall import adapted, make_batch, recall, usable_tokens
 from efla.evaluation.responses import ResponseLog
 from efla.experiments.framework.rows import read_rows
 from tests.evaluation.models import FAMILIES, data_folder, llama, trained
-from tests.evaluation.small_data import write_small_data
+from tests.evaluation.small_data import HUB, write_small_data
 
 pytest.importorskip("lm_eval", reason="the extra 'eval' is not installed")
 
@@ -152,6 +152,15 @@ def test_a_carried_state_gives_the_likelihood_of_whole_articles(folders, tmp_pat
     assert carried["config"]["limit"] == 1
     (sample,) = (tmp_path / "lm_eval/efla/samples_wikitext.jsonl").read_text().splitlines()
     assert json.loads(sample)["doc"] == record
+
+
+def test_a_task_from_the_hub_is_called_that(folders, tmp_path, monkeypatch):
+    import datasets
+
+    table = datasets.Dataset.from_list(HUB["piqa"]).cast_column("label", datasets.ClassLabel(names=["0", "1"]))
+    monkeypatch.setattr(datasets, "load_dataset", lambda *a, **k: datasets.DatasetDict(train=table, validation=table))
+    (row,) = evaluate(models_of(folders, "efla"), Settings(tasks=("piqa",), limit=1), tmp_path, quiet_console())
+    assert (row["data"], row["num_items"], row["num_items_in_set"]) == ("Hugging Face hub", 1, 2)
 
 
 def test_answers_are_kept_for_one_model_one_task_and_one_protocol(folders, tmp_path, monkeypatch):
@@ -286,7 +295,7 @@ def test_bad_checkpoints_are_named(folders, tmp_path, capsys):
     (folder / "config.json").write_text("{")
     weights.write_bytes(b"")
     assert cli.main(["eval", str(folder), *data]) == 1
-    assert "could not be read" in capsys.readouterr().err
+    assert re.search(r"could not be read: \w+Error: \S", capsys.readouterr().err)
 
 
 def test_a_training_run_goes_by_its_own_name(folders, tmp_path):

@@ -8,6 +8,7 @@ import math
 import random
 import re
 import warnings
+from typing import ClassVar
 
 import numpy as np
 import pytest
@@ -28,6 +29,7 @@ from efla.evaluation import (
     score,
     score_pairs,
     stream_bits,
+    tasks,
     wikitext,
 )
 from efla.evaluation.likelihood import PASS_TOKENS, _batches, shared_length
@@ -178,6 +180,20 @@ def test_a_question_of_one_choice_or_with_little_in_common_takes_one_pass():
         assert shapes == [(2, 27)]
     finally:
         handle.remove()
+
+
+def test_a_model_without_a_mask_for_padding_is_scored_without_sharing():
+    class Maskless(UniformLM):
+        shapes: ClassVar[list[tuple[int, ...]]] = []
+
+        def forward(self, input_ids, past_key_values=None, use_cache=False):
+            self.shapes.append(tuple(input_ids.shape))
+            return super().forward(input_ids)
+
+    requests = [Request([*range(1, 21), 30 + i], 1, 0) for i in range(2)]
+    found = score(Maskless(), requests)
+    assert [s.log_prob for s in found] == pytest.approx([-math.log(256)] * 2, rel=1e-6)
+    assert Maskless.shapes == [(2, 20)]
 
 
 @pytest.mark.parametrize("name", ["efla", "llama"])
@@ -409,6 +425,8 @@ def test_hopeless_perplexities_are_infinite_not_an_error():
             out.logits[..., 1] = 1000.0
             return out
 
+    # The largest exponent of a double is between 709 and 710.
+    assert (tasks._exp(708.0), tasks._exp(709.9)) == (math.exp(708.0), math.inf)
     scorer = Scorer(Sure(), ByteTokenizer())
     assert lambada(scorer, [{"text": "one two"}]).perplexity == math.inf
     found = wikitext(scorer, [{"page": "one two"}])

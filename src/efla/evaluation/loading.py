@@ -53,7 +53,7 @@ def names_of(sources: list[str]) -> dict[str, str]:
 
 
 def _parts(source: str) -> tuple[str, ...]:
-    parts = tuple(part for part in Path(source).parts if part not in ("/", "."))
+    parts = tuple(part for part in Path(source).parts if part != "/")
     return parts[:-1] if len(parts) > 1 and parts[-1] == "model" else parts
 
 
