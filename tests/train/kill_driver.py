@@ -12,6 +12,8 @@ import signal
 import sys
 from pathlib import Path
 
+import torch
+
 sys.path.insert(0, str(Path(__file__).parent))
 
 from small import small
@@ -75,6 +77,7 @@ def fork(output: Path, place: str | None = None, count: int = 0, **changes) -> i
 
 
 if __name__ == "__main__":
+    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))  # as the test does: MKL takes another number from the variable
     output, seed = Path(sys.argv[1]), int(sys.argv[2])
     changes = {"async_save": sys.argv[3] == "async"}
     draw = random.Random(seed)
