@@ -77,7 +77,8 @@ def fork(output: Path, place: str | None = None, count: int = 0, **changes) -> i
 
 
 if __name__ == "__main__":
-    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))  # as the test does: MKL takes another number from the variable
+    # As the test does: from the variable alone MKL takes another number.
+    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     output, seed = Path(sys.argv[1]), int(sys.argv[2])
     changes = {"async_save": sys.argv[3] == "async"}
     draw = random.Random(seed)
