@@ -53,7 +53,7 @@ $(GPU_STAMP): $(STAMP)
 PORTABLE := EFLA_SIMD=baseline ATEN_CPU_CAPABILITY=default ATEN_CPU_CAPABILITY=avx2 MKL_CBWR=COMPATIBLE \
 	ONEDNN_MAX_CPU_ISA=SSE41 EFLA_TEST_THREADS=4
 COMPUTES_NOTHING := tests/report tests/data tests/bench tests/gpu tests/test_docs.py tests/test_cli.py tests/test_import.py \
-	tests/test_allocator.py tests/mad/test_generators.py tests/mad/test_report.py tests/mad/test_show.py \
+	tests/native/test_allocator.py tests/mad/test_generators.py tests/mad/test_report.py tests/mad/test_show.py \
 	tests/train/test_prepare.py tests/train/test_corpora.py tests/train/test_recipes.py tests/experiments/test_runner.py \
 	tests/experiments/test_rows.py tests/experiments/test_display.py tests/experiments/test_commands.py
 
@@ -80,7 +80,7 @@ test-sanitizers: setup
 	build/sanitizers/efla_fuzz
 	build/sanitizers/efla_fuzz_rows
 	LD_PRELOAD="$$(gcc -print-file-name=libasan.so) $$(gcc -print-file-name=libstdc++.so)" ASAN_OPTIONS=detect_leaks=0 \
-		$(BIN)/python -m tests.scans.kernel_calls $(CALLS) build/sanitizers/_native*.so
+		$(BIN)/python -m tests.native.kernel_calls $(CALLS) build/sanitizers/_kernels*.so
 
 # One small wrong change of the sources at a time: which does no test notice? A sample of 150 for each of four targets, at most
 # half an hour; fails at 5 % survivors. One target alone, all its mutants: make test-mutants MUTANTS='rules --sample 1000'.

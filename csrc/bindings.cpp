@@ -1,4 +1,4 @@
-// Python bindings: efla._native. Tensors come in as they are; tensors.h checks what the kernels are going to touch.
+// Python bindings: efla.native._kernels. Tensors come in as they are; tensors.h checks what the kernels are going to touch.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
@@ -288,7 +288,7 @@ std::string build_info() {
 
 }  // namespace
 
-NB_MODULE(_native, m) {
+NB_MODULE(_kernels, m) {
   // Tensors that a call does not have are None.
   const auto t = [](const char* name) { return nb::arg(name).none(); };
   m.doc() = "CPU kernels of the three-scalar recurrence and of the layers around it.";

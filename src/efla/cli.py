@@ -8,8 +8,8 @@ import sys
 import tyro
 
 import efla
-from efla.allocator import keep_freed_memory
 from efla.errors import unknown_name
+from efla.native import keep_freed_memory
 
 # Command -> what it does. The module efla.commands.<name> holds a function <name>, or main(arguments); it is imported when
 # it is called.

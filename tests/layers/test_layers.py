@@ -11,9 +11,10 @@ import pytest
 import torch
 from torch.nn import functional
 
-from efla import extension, rowwise, rules
+from efla import rules
 from efla.layers import LinearAttention, Mamba2, RMSNorm, ShortConvolution, SoftmaxAttention, SwiGLU
 from efla.layers.mlp import swiglu_width
+from efla.native import kernels, rows
 from efla.testing import make_inputs
 
 from ..rounding import assert_same_but_rounding
@@ -201,7 +202,7 @@ def test_padding_leaves_real_tokens_and_the_state_alone(name, where):
         )
 
 
-NEEDS_KERNELS = pytest.mark.skipif(extension.module is None, reason="efla._native was not built")
+NEEDS_KERNELS = pytest.mark.skipif(kernels is None, reason="the kernels were not built")
 
 
 @NEEDS_KERNELS
@@ -209,7 +210,7 @@ NEEDS_KERNELS = pytest.mark.skipif(extension.module is None, reason="efla._nativ
 @pytest.mark.parametrize("length", [2, 9, 20, 70])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
 def test_given_the_same_inputs_padding_changes_no_bit_of_the_convolution(dtype, length, where, monkeypatch):
-    monkeypatch.setattr(rowwise, "_SMALL", 0)  # the kernel, whatever the size
+    monkeypatch.setattr(rows, "_SMALL", 0)  # the kernel, whatever the size
     conv, x = ShortConvolution(24, 4, bias=True).to(dtype), torch.randn(3, length, 24).to(dtype)
     torch.nn.init.normal_(conv.bias)
     mask, past = padding(where, length), torch.randn(3, 24, 3).to(dtype)

@@ -8,11 +8,12 @@ from dataclasses import replace
 import pytest
 import torch
 
-from efla import cli, rowwise
+from efla import cli
 from efla.bench import gate, mad
 from efla.bench.kernels import BACKENDS, PLAIN, contenders
 from efla.experiments.mad.config import profile
 from efla.experiments.mad.speed import stepper
+from efla.native import rows
 from efla.scans.backends import native
 
 pytestmark = pytest.mark.skipif(native.unavailable() is not None, reason=f"backend 'native' {native.unavailable()}")
@@ -68,6 +69,6 @@ def test_a_timed_step_is_a_training_step_and_the_backends_agree_on_it() -> None:
 
 def test_only_the_plain_contender_runs_without_the_compiled_kernels() -> None:
     x = torch.randn(128, 128)
-    calls = {name: (lambda: rowwise.l2_norm(x, 1e-6)) for name in BACKENDS}
+    calls = {name: (lambda: rows.l2_norm(x, 1e-6)) for name in BACKENDS}
     compiled = {contender.name: contender.call() is not None for contender in contenders(calls)}
     assert compiled == {"native": True, "chunked": True, PLAIN: False}

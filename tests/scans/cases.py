@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import efla
-from efla import extension
+from efla.native import kernels
 from efla.testing import ScanInputs, assert_matches_oracle, expect
 
 RULES = efla.rules.names()
@@ -19,8 +19,8 @@ def _contenders() -> Iterator[str]:
     for backend in BACKENDS:
         yield backend
         if backend == "native":
-            active = extension.module.active_simd()
-            yield from (f"native-{level}" for level in extension.module.simd_levels() if level != active)
+            active = kernels.active_simd()
+            yield from (f"native-{level}" for level in kernels.simd_levels() if level != active)
 
 
 # Every backend, and "native" once more for each instruction set of this CPU that is not in use.
@@ -31,14 +31,14 @@ CONTENDERS = list(_contenders())
 def contender(name: str) -> Iterator[str]:
     """Switch to a contender's instruction set and give the name of its backend."""
     backend, _, level = name.partition("-")
-    before = extension.module.active_simd() if level else ""
+    before = kernels.active_simd() if level else ""
     try:
         if level:
-            extension.module.set_simd(level)
+            kernels.set_simd(level)
         yield backend
     finally:
         if level:
-            extension.module.set_simd(before)
+            kernels.set_simd(before)
 
 
 def assert_all_match(inputs: ScanInputs, *, chunk_sizes: Sequence[int] = (64,)) -> None:

@@ -22,7 +22,7 @@ from .cases import RULES, assert_all_match
 
 pytestmark = pytest.mark.skipif(native.unavailable() is not None, reason=f"backend 'native' {native.unavailable()}")
 
-LEVELS = native._native.simd_levels() if native.unavailable() is None else []
+LEVELS = native.kernels.simd_levels() if native.unavailable() is None else []
 
 
 @pytest.mark.parametrize("width", [1, 16, 17, 64, 100, 128, 200, 256])
@@ -146,7 +146,7 @@ sys.exit(os.waitstatus_to_exitcode(status))
 @pytest.mark.parametrize("level", LEVELS)
 def test_the_environment_forces_an_instruction_set(level, monkeypatch):
     monkeypatch.setenv("EFLA_SIMD", level)
-    done = run_fresh("from efla.scans.backends import native; print(native._native.active_simd())")
+    done = run_fresh("from efla.scans.backends import native; print(native.kernels.active_simd())")
     assert done.stdout.strip() == level, done.stderr
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from efla import rowwise
 from efla.bench.timing import Contender
+from efla.native import rows
 
 PLAIN = "chunked, no compiled kernels"
 BACKENDS = {"native": "native", "chunked": "chunked", PLAIN: "chunked"}
@@ -15,4 +15,4 @@ where the extension was not built, has nothing compiled."""
 
 def contenders(calls: Mapping[str, Callable[[], object]]) -> list[Contender]:
     """One contender per name of ``BACKENDS``; the call of ``PLAIN`` runs without the compiled kernels."""
-    return [Contender(name, rowwise.without_kernels()(call) if name == PLAIN else call) for name, call in calls.items()]
+    return [Contender(name, rows.without_kernels()(call) if name == PLAIN else call) for name, call in calls.items()]

@@ -27,8 +27,8 @@ from torch import Tensor
 from transformers.activations import ACT2FN
 from transformers.cache_utils import Cache
 
-from efla import rowwise
 from efla.models.inputs import borders_of_positions, borders_of_starts, find_packing, positions_of_packed
+from efla.native import rows
 from efla.scans.api import linear_attention
 from efla.scans.validation import checks_values
 
@@ -185,11 +185,11 @@ def _convolution_on_cpu(original: Callable[..., Any]) -> Callable[..., Any]:
         cu_seqlens = kwargs.get("cu_seq_lens_q")
         if cu_seqlens is None or not _runs_here(hidden_states):
             return original(hidden_states, weight, bias, activation=activation, **kwargs)  # type: ignore[no-any-return]
-        rows = hidden_states.to(weight.dtype).transpose(1, 2)  # [B, T, C]
+        x = hidden_states.to(weight.dtype).transpose(1, 2)  # [B, T, C]
         is_silu = activation in ("silu", "swish")
-        arguments = rows.flatten(0, 1)[None], weight, bias, None, cu_seqlens, is_silu
-        y = rowwise.causal_conv(*arguments)
-        y = (rowwise.torch_conv(*arguments) if y is None else y).view(rows.shape)
+        arguments = x.flatten(0, 1)[None], weight, bias, None, cu_seqlens, is_silu
+        y = rows.causal_conv(*arguments)
+        y = (rows.torch_conv(*arguments) if y is None else y).view(x.shape)
         if activation is not None and not is_silu:
             y = ACT2FN[activation](y)
         return y.transpose(1, 2).to(hidden_states.dtype)

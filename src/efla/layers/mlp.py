@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from efla import rowwise
+from efla.native import rows
 
 
 class SwiGLU(nn.Module):
@@ -22,7 +22,7 @@ class SwiGLU(nn.Module):
         self.down_proj = nn.Linear(intermediate_size, hidden_size, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.down_proj(rowwise.swiglu(self.gate_proj(x), self.up_proj(x)))
+        y: Tensor = self.down_proj(rows.swiglu(self.gate_proj(x), self.up_proj(x)))
         return y
 
 

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from efla import rowwise
 from efla.errors import unknown_name
 from efla.layers.state import SequenceNeighbours
+from efla.native import rows
 from efla.scans.validation import has_values
 
 # Up to this many tokens the sum of W shifted products beats torch's convolution, whose set-up dominates.
@@ -76,7 +76,7 @@ class ShortConvolution(nn.Module):
             if state is not None or output_state or mask is not None:
                 raise ValueError("packed sequences (cu_seqlens) take neither a state nor a padding mask; pad or pack")
             flat = x.reshape(1, -1, x.shape[-1])
-            packed = rowwise.causal_conv(flat, self.weight[:, 0], self.bias, None, cu_seqlens, self._silu)
+            packed = rows.causal_conv(flat, self.weight[:, 0], self.bias, None, cu_seqlens, self._silu)
             return (self._activate(self._packed(x, cu_seqlens)) if packed is None else packed.view_as(x)), None
         if mask is not None and state is None and _is_left_padding(mask):
             # Zeros are what stands before a sequence anyway.
@@ -85,7 +85,7 @@ class ShortConvolution(nn.Module):
         order = None if mask is None else _real_tokens_first(mask)
         if order is not None:
             x = _reorder(x, order)
-        y = rowwise.causal_conv(x, self.weight[:, 0], self.bias, state, None, self._silu)
+        y = rows.causal_conv(x, self.weight[:, 0], self.bias, state, None, self._silu)
         new_state = None
         if y is None or output_state:
             width = self.kernel_size - 1

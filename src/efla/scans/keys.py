@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from efla import rowwise
+from efla.native import rows
 from efla.phi import forward_mode
 
 L2_EPSILON = 1e-6
@@ -47,7 +47,7 @@ def _squared_norm_backward(ctx, grad: Tensor) -> Tensor:  # type: ignore[no-unty
 
 def l2_normalize(x: Tensor) -> Tensor:
     """x / sqrt(x.x + 1e-6) over the last axis, as flash-linear-attention does; x: [..., D], float32 or float64."""
-    unit = rowwise.l2_norm(x, L2_EPSILON)
+    unit = rows.l2_norm(x, L2_EPSILON)
     if unit is not None:
         return unit
     return x * _inverse_norm(x) if forward_mode() else l2_normalize_op(x)

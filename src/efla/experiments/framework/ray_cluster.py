@@ -48,7 +48,7 @@ def run_on_ray(experiment: Experiment[Any], cells: Sequence[Cell], workers: int,
 
 def _run_cell(name: str, config: Record, settings: Record, threads: int) -> list[Record]:
     from efla import experiments
-    from efla.allocator import keep_freed_memory
+    from efla.native import keep_freed_memory
 
     keep_freed_memory()
     cls = experiments.get(name)

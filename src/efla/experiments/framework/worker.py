@@ -15,10 +15,10 @@ import traceback
 from typing import IO
 
 from efla import experiments
-from efla.allocator import keep_freed_memory
 from efla.experiments.framework.execute import execute
 from efla.experiments.framework.experiment import Cell
 from efla.experiments.framework.records import Record, dumps, from_record
+from efla.native import keep_freed_memory
 
 _SECONDS_BETWEEN_REPORTS = 0.2
 

@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 from torch._C import _increment_version as increment_version
 
-from efla import extension
-from efla.extension import materialize
+from efla.native import kernels, materialize, missing
 from efla.rules import UpdateRule
 from efla.scans import validation
 from efla.scans.types import FusedGradients, FusedRequest, ScanGradients, ScanRequest, ScanResult
@@ -37,7 +36,7 @@ _RAW = -1
 
 
 def unavailable() -> str | None:
-    return extension.missing()
+    return missing()
 
 
 def supports(k: Tensor, v: Tensor, dtype: torch.dtype) -> str | None:
@@ -132,7 +131,7 @@ def _forward(
     final_state = inputs.initial_state if in_place else request.new_state(request.num_sequences)
     assert final_state is not None
     saved = torch.empty(_border_elements(request, inputs.cu_seqlens) if save else 0, dtype=request.compute_dtype)
-    status: int = _native.forward(
+    status: int = kernels.forward(
         *inputs, o, None if in_place else final_state, saved if save else None, rule, l2norm, request.scale, in_place,
         validation.enabled, torch.get_num_threads(),
     )  # fmt: skip
@@ -156,7 +155,7 @@ def _backward(
     d_q, d_k, d_v = (torch.empty(x.shape, dtype=x.dtype) for x in inputs[:3])
     d_first, d_second, d_third = (None if x is None else torch.empty(x.shape, dtype=x.dtype) for x in inputs[3:6])
     d_initial = None if inputs.initial_state is None else torch.empty_like(inputs.initial_state)
-    _native.backward(
+    kernels.backward(
         *inputs, saved, _rows(grad_o.to(inputs.v.dtype)), grad_final_state, d_q, d_k, d_v, d_first, d_second, d_third,
         d_initial, rule, l2norm, request.scale, torch.get_num_threads(),
     )  # fmt: skip
@@ -166,7 +165,7 @@ def _backward(
 
 def _border_elements(request: ScanRequest | FusedRequest, cu_seqlens: Tensor | None) -> int:
     length, (value_heads, value_dim), key_dim = request.k.shape[1], request.v.shape[2:], request.k.shape[3]
-    count: int = _native.border_count(cu_seqlens, request.num_sequences, length, value_heads, key_dim, value_dim)
+    count: int = kernels.border_count(cu_seqlens, request.num_sequences, length, value_heads, key_dim, value_dim)
     return count
 
 
@@ -182,18 +181,17 @@ def _round_up(size: int, multiple: int) -> int:
 
 def simd_level() -> str:
     """The instruction set in use, among those this CPU has; ``EFLA_SIMD`` forces one."""
-    if _native is None:
+    if kernels is None:
         return "none"
-    return f"{_native.active_simd()} (of {', '.join(_native.simd_levels())})"
+    return f"{kernels.active_simd()} (of {', '.join(kernels.simd_levels())})"
 
 
 def _not_built(*arguments: object) -> None:
     return None
 
 
-_native = extension.module
-if _native is not None:
-    _native.rule_codes.update(_RULE_CODES)
-attend: Callable[..., tuple[Tensor, Tensor | None] | None] = _not_built if _native is None else _native.attend
+if kernels is not None:
+    kernels.rule_codes.update(_RULE_CODES)
+attend: Callable[..., tuple[Tensor, Tensor | None] | None] = _not_built if kernels is None else kernels.attend
 """The whole call without Python, for plain inference on the CPU, or ``None``: then the general path runs it or says what is
 wrong. attend(q, k, v, beta, log_gate, rule, qk_l2norm, scale, initial_state, output_final_state, in_place, check_domain)"""

@@ -18,13 +18,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from efla.extension import DTYPES, materialize
-from efla.extension import module as native
+from efla.native import DTYPES, kernels, materialize
 from efla.phi import forward_mode
 
 _SMALL = 8192  # elements below which torch's own operations cost as little
 _MAX_CONV_WIDTH = 16
-_switched_off = ContextVar("rowwise_kernels_switched_off", default=False)
+_switched_off = ContextVar("row_kernels_switched_off", default=False)
 
 
 @contextmanager
@@ -78,7 +77,7 @@ def wider(x: Tensor) -> torch.dtype:
 
 def _kernels_take(x: Tensor, *others: Tensor | None) -> bool:
     return (
-        native is not None
+        kernels is not None
         and not torch.compiler.is_compiling()
         and not _switched_off.get()
         and x.device.type == "cpu"
@@ -105,7 +104,7 @@ class _Norm(torch.autograd.Function):
         ctx.factor, ctx.eps = factor, eps
         rows = _rows(x)
         y = torch.empty_like(rows)
-        native.norm_forward(rows, _gain(weight, x), y, factor, eps, torch.get_num_threads())
+        kernels.norm_forward(rows, _gain(weight, x), y, factor, eps, torch.get_num_threads())
         return y.view(x.shape)
 
     @staticmethod
@@ -115,8 +114,8 @@ class _Norm(torch.autograd.Function):
             return (*_torch_gradients(_torch_norm, (x, weight), grad, ctx.factor, ctx.eps), None, None)
         rows, gain = _rows(x), _gain(weight, x)
         d_x = torch.empty_like(rows)
-        parts = None if gain is None else gain.new_empty(native.norm_groups(rows.shape[0]), rows.shape[1])
-        native.norm_backward(rows, gain, _rows(grad), d_x, parts, ctx.factor, ctx.eps, torch.get_num_threads())
+        parts = None if gain is None else gain.new_empty(kernels.norm_groups(rows.shape[0]), rows.shape[1])
+        kernels.norm_backward(rows, gain, _rows(grad), d_x, parts, ctx.factor, ctx.eps, torch.get_num_threads())
         return d_x.view(x.shape), None if parts is None else parts.sum(0).to(weight.dtype), None, None
 
 
@@ -136,7 +135,7 @@ class _Conv(torch.autograd.Function):
         ctx.save_for_backward(x, weight, bias, past, cu_seqlens)
         ctx.silu = silu
         y = torch.empty(x.shape, dtype=x.dtype)
-        native.conv_forward(*_conv_inputs(x, weight, bias, past, cu_seqlens), y, silu, torch.get_num_threads())
+        kernels.conv_forward(*_conv_inputs(x, weight, bias, past, cu_seqlens), y, silu, torch.get_num_threads())
         return y
 
     @staticmethod
@@ -149,10 +148,10 @@ class _Conv(torch.autograd.Function):
         d_x = torch.empty(x.shape, dtype=x.dtype)
         d_past = None if call.past is None else torch.zeros_like(call.past)  # [N, W - 1, C]
         num_sequences = x.shape[0] if call.cu_seqlens is None else call.cu_seqlens.shape[0] - 1
-        groups = native.conv_groups(call.cu_seqlens, num_sequences, x.shape[1])
+        groups = kernels.conv_groups(call.cu_seqlens, num_sequences, x.shape[1])
         parts = call.weight.new_empty(groups, weight.shape[1] + 1, x.shape[2])
         grad = materialize(grad).contiguous()
-        native.conv_backward(*call, grad, d_x, d_past, parts, ctx.silu, torch.get_num_threads())
+        kernels.conv_backward(*call, grad, d_x, d_past, parts, ctx.silu, torch.get_num_threads())
         sums = parts.sum(0)
         return (
             d_x,
@@ -171,7 +170,7 @@ class _Gate(torch.autograd.Function):
     def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
         ctx.save_for_backward(gate, up)
         y = torch.empty(gate.numel(), dtype=gate.dtype)
-        native.gate_forward(_flat(gate), _flat(up), y, torch.get_num_threads())
+        kernels.gate_forward(_flat(gate), _flat(up), y, torch.get_num_threads())
         return y.view(gate.shape)
 
     @staticmethod
@@ -180,7 +179,7 @@ class _Gate(torch.autograd.Function):
         if torch.is_grad_enabled():
             return tuple(_torch_gradients(_torch_swiglu, (gate, up), grad))
         d_gate, d_up = (torch.empty(gate.numel(), dtype=gate.dtype) for _ in range(2))
-        native.gate_backward(_flat(gate), _flat(up), _flat(grad), d_gate, d_up, torch.get_num_threads())
+        kernels.gate_backward(_flat(gate), _flat(up), _flat(grad), d_gate, d_up, torch.get_num_threads())
         return d_gate.view(gate.shape), d_up.view(gate.shape)
 
 

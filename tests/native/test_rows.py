@@ -8,26 +8,26 @@ import pytest
 import torch
 from torch.nn import functional
 
-from efla import extension, rowwise
 from efla.layers import RMSNorm, ShortConvolution
+from efla.native import kernels, rows
 
-pytestmark = pytest.mark.skipif(extension.module is None, reason="efla._native was not built")
+pytestmark = pytest.mark.skipif(kernels is None, reason="the kernels were not built")
 
 # Units in the last place of the result's size; gradients of weights are sums over all rows.
 ROUNDING = {torch.float64: 2**-53, torch.float32: 2**-24, torch.float16: 2**-11, torch.bfloat16: 2**-8}
 
 
-@pytest.fixture(params=extension.module.simd_levels() if extension.module else [])
+@pytest.fixture(params=kernels.simd_levels() if kernels else [])
 def simd(request):
-    before = extension.module.active_simd()
-    extension.module.set_simd(request.param)
+    before = kernels.active_simd()
+    kernels.set_simd(request.param)
     yield request.param
-    extension.module.set_simd(before)
+    kernels.set_simd(before)
 
 
 @pytest.fixture(autouse=True)
 def _any_size(monkeypatch):
-    monkeypatch.setattr(rowwise, "_SMALL", 0)
+    monkeypatch.setattr(rows, "_SMALL", 0)
 
 
 def draw(*shape, dtype=torch.float64):
@@ -58,8 +58,8 @@ def test_norms_are_torch_s(simd, dtype, shape):
     exact = [t.detach().double().requires_grad_() for t in (x, weight)]
     expected = functional.rms_norm(exact[0], shape[-1:], exact[1], 1e-6)
     unit, slope = unit_rows(exact[0])
-    compare(rowwise.rms_norm(x, weight, 1e-6), (x, weight), expected, exact, dtype, slope * weight.detach().abs().max())
-    compare(rowwise.l2_norm(x, 1e-6), (x,), unit, exact[:1], dtype, slope)
+    compare(rows.rms_norm(x, weight, 1e-6), (x, weight), expected, exact, dtype, slope * weight.detach().abs().max())
+    compare(rows.l2_norm(x, 1e-6), (x,), unit, exact[:1], dtype, slope)
 
 
 @pytest.mark.parametrize("size", [1e-17, 1e-6, 1e17])
@@ -67,7 +67,7 @@ def test_norms_of_tiny_and_huge_rows_keep_their_gradients(simd, size):
     x = (draw(40, 32).detach() * size).float().requires_grad_()
     exact = x.detach().double().requires_grad_()
     unit, slope = unit_rows(exact)
-    compare(rowwise.l2_norm(x, 1e-6), (x,), unit, (exact,), torch.float32, slope)
+    compare(rows.l2_norm(x, 1e-6), (x,), unit, (exact,), torch.float32, slope)
 
 
 @pytest.mark.parametrize("dtype", ROUNDING, ids=str)
@@ -87,7 +87,7 @@ def test_the_convolution_is_torch_s(simd, dtype, batch, length, channels, width,
     window = torch.cat([window, exact[0].transpose(1, 2)], dim=2)
     expected = functional.conv1d(window, exact[1][:, None], exact[2], groups=channels).transpose(1, 2)
     expected = functional.silu(expected) if silu else expected
-    found = rowwise.causal_conv(x, weight, bias, past, None, silu)
+    found = rows.causal_conv(x, weight, bias, past, None, silu)
     compare(found, inputs, expected, [t for t in exact if t is not None], dtype)
 
 
@@ -97,13 +97,13 @@ def test_the_gate_is_torch_s(simd, dtype, shape):
     gate, up = draw(*shape, dtype=dtype), draw(*shape, dtype=dtype)
     exact = [t.detach().double().requires_grad_() for t in (gate, up)]
     expected = functional.silu(exact[0]) * exact[1]
-    compare(rowwise.swiglu(gate, up), (gate, up), expected, exact, dtype)
+    compare(rows.swiglu(gate, up), (gate, up), expected, exact, dtype)
 
 
 def test_the_gate_far_from_zero_is_open_or_shut_without_a_nan(simd):
     gate = torch.tensor([-1e30, -200.0, -100.0, -88.0, 88.0, 100.0, 200.0, 1e30], requires_grad=True)
     up = torch.full_like(gate, 2.0, requires_grad=True)
-    y = rowwise.swiglu(gate, up)
+    y = rows.swiglu(gate, up)
     found = torch.autograd.grad(y.sum(), (gate, up))
     torch.testing.assert_close(y, functional.silu(gate) * up, rtol=1e-5, atol=1e-30)
     assert found[0].tolist()[4:] == [2.0] * 4
@@ -115,9 +115,9 @@ def test_packed_sequences_do_not_see_each_other(simd):
     borders = [0, 0, 1, 4, 70, 70, 200]
     x, weight, bias = draw(1, 200, 19), draw(19, 4), draw(19)
     past = draw(len(borders) - 1, 19, 3)
-    found = rowwise.causal_conv(x, weight, bias, past, torch.tensor(borders, dtype=torch.int32), True)
+    found = rows.causal_conv(x, weight, bias, past, torch.tensor(borders, dtype=torch.int32), True)
     alone = [
-        rowwise.torch_conv(x[:, a:b], weight, bias, past[n : n + 1], None, True)
+        rows.torch_conv(x[:, a:b], weight, bias, past[n : n + 1], None, True)
         for n, (a, b) in enumerate(pairwise(borders))
     ]
     compare(found, (x, weight, bias, past), torch.cat(alone, dim=1), (x, weight, bias, past), torch.float64)
@@ -126,12 +126,12 @@ def test_packed_sequences_do_not_see_each_other(simd):
 def test_strided_inputs_are_taken_as_they_are():
     whole = draw(2, 90, 80)
     x, weight = whole[..., 16:48], draw(32, 4)
-    expected = rowwise.torch_conv(x.contiguous(), weight, None, None, None, True)
-    compare(rowwise.causal_conv(x, weight, None, None, None, True), (whole,), expected, (whole,), torch.float64)
-    expected = rowwise._torch_norm(x, weight[:, 0], 1 / 32, 1e-6)
-    compare(rowwise.rms_norm(x, weight[:, 0], 1e-6), (whole,), expected, (whole,), torch.float64)
+    expected = rows.torch_conv(x.contiguous(), weight, None, None, None, True)
+    compare(rows.causal_conv(x, weight, None, None, None, True), (whole,), expected, (whole,), torch.float64)
+    expected = rows._torch_norm(x, weight[:, 0], 1 / 32, 1e-6)
+    compare(rows.rms_norm(x, weight[:, 0], 1e-6), (whole,), expected, (whole,), torch.float64)
     gate, up = whole[..., :40], whole[..., 40:]
-    compare(rowwise.swiglu(gate, up), (whole,), functional.silu(gate) * up, (whole,), torch.float64)
+    compare(rows.swiglu(gate, up), (whole,), functional.silu(gate) * up, (whole,), torch.float64)
 
 
 def test_results_do_not_depend_on_the_number_of_threads():
@@ -143,8 +143,8 @@ def test_results_do_not_depend_on_the_number_of_threads():
     results = []
     for threads in (1, 2, 3):
         torch.set_num_threads(threads)
-        y = rowwise.rms_norm(x, weight, 1e-6) + rowwise.causal_conv(x, kernel, None, None, None, True)
-        y = rowwise.swiglu(y, x)
+        y = rows.rms_norm(x, weight, 1e-6) + rows.causal_conv(x, kernel, None, None, None, True)
+        y = rows.swiglu(y, x)
         results.append((y, *torch.autograd.grad(y.square().sum(), (x, weight, kernel))))
     for other in results[1:]:
         assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
@@ -152,18 +152,18 @@ def test_results_do_not_depend_on_the_number_of_threads():
 
 def test_second_derivatives_go_through_torch():
     x, weight, kernel = draw(2, 9, 6), draw(6), draw(6, 3)
-    assert torch.autograd.gradgradcheck(rowwise.swiglu, (x, draw(2, 9, 6)))
-    assert torch.autograd.gradgradcheck(lambda x, w: rowwise.rms_norm(x, w, 1e-6), (x, weight))
-    assert torch.autograd.gradgradcheck(lambda x: rowwise.l2_norm(x, 1e-6), (x,))
+    assert torch.autograd.gradgradcheck(rows.swiglu, (x, draw(2, 9, 6)))
+    assert torch.autograd.gradgradcheck(lambda x, w: rows.rms_norm(x, w, 1e-6), (x, weight))
+    assert torch.autograd.gradgradcheck(lambda x: rows.l2_norm(x, 1e-6), (x,))
     assert torch.autograd.gradgradcheck(
-        lambda x, w: rowwise.causal_conv(x, w, None, None, None, True), (x, kernel), atol=1e-6
+        lambda x, w: rows.causal_conv(x, w, None, None, None, True), (x, kernel), atol=1e-6
     )
 
 
 def test_transformed_and_compiled_code_takes_torch_s_operations():
     norm, conv, x = RMSNorm(8).double(), ShortConvolution(8).double(), draw(2, 5, 8)
-    torch.testing.assert_close(torch.func.vmap(rowwise.swiglu)(x, 2 * x), functional.silu(x) * 2 * x)
-    assert rowwise.causal_conv(torch.empty(2, 5, 8, device="meta"), conv.weight[:, 0], None, None, None, True) is None
+    torch.testing.assert_close(torch.func.vmap(rows.swiglu)(x, 2 * x), functional.silu(x) * 2 * x)
+    assert rows.causal_conv(torch.empty(2, 5, 8, device="meta"), conv.weight[:, 0], None, None, None, True) is None
     torch.testing.assert_close(torch.func.vmap(norm)(x), norm(x))
     y, tangent = torch.func.jvp(lambda x: conv(x)[0], (x.detach(),), (x.detach(),))
     torch.testing.assert_close(y, conv(x)[0])
@@ -175,14 +175,14 @@ def test_transformed_and_compiled_code_takes_torch_s_operations():
 def test_a_nan_stays_in_its_row_and_window():
     x = draw(1, 40, 16).detach()
     x[0, 20, 3] = float("nan")
-    bad = rowwise.rms_norm(x, torch.ones(16, dtype=torch.float64), 1e-6).isnan()
+    bad = rows.rms_norm(x, torch.ones(16, dtype=torch.float64), 1e-6).isnan()
     assert bad[0, 20].all() and bad.sum() == 16
-    bad = rowwise.causal_conv(x, torch.ones(16, 4, dtype=torch.float64), None, None, None, True).isnan()
+    bad = rows.causal_conv(x, torch.ones(16, 4, dtype=torch.float64), None, None, None, True).isnan()
     assert bad[0, 20:24, 3].all() and bad.sum() == 4
 
 
 def test_the_kernels_can_be_switched_off():
     x = draw(3, 9)
-    with rowwise.without_kernels():
-        assert rowwise.l2_norm(x, 1e-6) is None
-    assert rowwise.l2_norm(x, 1e-6) is not None
+    with rows.without_kernels():
+        assert rows.l2_norm(x, 1e-6) is None
+    assert rows.l2_norm(x, 1e-6) is not None

@@ -9,19 +9,19 @@ import pytest
 import torch
 
 import efla
-from efla import extension, rowwise
+from efla import native
 from efla.layers import RMSNorm, ShortConvolution, SwiGLU
+from efla.native import kernels, rows
 from efla.testing import make_inputs
 
 from .kernel_calls import KERNELS, Sizes, misfits, random_calls
 
-pytestmark = pytest.mark.skipif(extension.module is None, reason="efla._native was not built")
-native = extension.module
+pytestmark = pytest.mark.skipif(kernels is None, reason="the kernels were not built")
 
 
 @pytest.fixture(autouse=True)
 def _kernels_at_any_size(monkeypatch):
-    monkeypatch.setattr(rowwise, "_SMALL", 0)
+    monkeypatch.setattr(rows, "_SMALL", 0)
 
 
 def decode_inputs(batch=2, heads=2, width=16, rule="gated_delta"):
@@ -38,11 +38,11 @@ def decode(inputs, **changes):
 
 
 # Row kernels: a module, inputs that do not fit it, and what the error names.
-@pytest.mark.parametrize("rows", [3, 3000], ids=["small", "large"])
-def test_a_norm_of_another_width_is_refused(rows, monkeypatch):
-    monkeypatch.setattr(rowwise, "_SMALL", 8192)
+@pytest.mark.parametrize("num_rows", [3, 3000], ids=["small", "large"])
+def test_a_norm_of_another_width_is_refused(num_rows, monkeypatch):
+    monkeypatch.setattr(rows, "_SMALL", 8192)
     with pytest.raises(ValueError, match=r"rows of width 64.*got \[\d+, 256\]"):
-        RMSNorm(64)(torch.randn(rows, 256))
+        RMSNorm(64)(torch.randn(num_rows, 256))
 
 
 @pytest.mark.parametrize("tokens", [2, 100])
@@ -60,19 +60,19 @@ def test_a_convolution_of_other_shapes_is_refused(tokens):
 @pytest.mark.parametrize("name", KERNELS)
 def test_no_bound_kernel_takes_a_tensor_that_does_not_fit(name):
     """Each tensor of each kernel in turn is replaced; a kernel that is bound later is tried by the same loop."""
-    assert {n for n in dir(native) if n.endswith(("forward", "backward"))} == set(KERNELS)
+    assert {n for n in dir(kernels) if n.endswith(("forward", "backward"))} == set(KERNELS)
     arguments = KERNELS[name](Sizes())
-    getattr(native, name)(*arguments)
+    getattr(kernels, name)(*arguments)
     for place, x in enumerate(arguments):
         if isinstance(x, torch.Tensor):
             for wrong in misfits(x, any_strides=name in ("forward", "backward") and place in (3, 4)):
                 with pytest.raises((ValueError, TypeError)):
-                    getattr(native, name)(*arguments[:place], wrong, *arguments[place + 1 :])
+                    getattr(kernels, name)(*arguments[:place], wrong, *arguments[place + 1 :])
 
 
 def test_the_module_cannot_be_bound_to_take_what_is_no_tensor():
     with pytest.raises(TypeError, match=r"q must be a torch\.Tensor"):
-        native.forward("q", *KERNELS["forward"](Sizes())[1:])
+        kernels.forward("q", *KERNELS["forward"](Sizes())[1:])
 
 
 def test_without_torch_s_c_table_the_public_protocol_is_used():
@@ -80,14 +80,14 @@ def test_without_torch_s_c_table_the_public_protocol_is_used():
     plain = make_inputs("gated_efla", length=70)
     with torch.no_grad():
         expected = plain.call("native")
-    extension.bind_torch(use_c_table=False)
+    native.bind_torch(use_c_table=False)
     try:
         with torch.no_grad():
             o, state = plain.call("native")
         leaf = plain.q.clone().requires_grad_()
         efla.linear_attention(leaf, plain.k, plain.v, plain.beta, plain.log_gate, rule="gated_efla")[0].sum().backward()
     finally:
-        extension.bind_torch()
+        native.bind_torch()
     assert torch.equal(o, expected[0]) and torch.equal(state, expected[1])
     assert leaf.grad is not None and leaf.grad.isfinite().all()
 
@@ -115,11 +115,11 @@ def test_views_that_are_not_plain_memory_are_read_as_the_numbers_they_are(view, 
             results = [decode(inputs, **{name: t}) for t in (seen, seen.clone(memory_format=torch.contiguous_format))]
             assert torch.equal(results[0][0], results[1][0]), name
             assert torch.equal(results[0][1], results[1][1]), name
-        for function in (norm, lambda t: conv(t)[0], mlp, lambda t: rowwise.swiglu(t, t)):
+        for function in (norm, lambda t: conv(t)[0], mlp, lambda t: rows.swiglu(t, t)):
             seen = make(x)
             torch.testing.assert_close(function(seen), function(seen.clone(memory_format=torch.contiguous_format)))
         seen = make(weight)
-        assert torch.equal(rowwise.rms_norm(x, seen, 1e-6), rowwise.rms_norm(x, seen.clone(), 1e-6))
+        assert torch.equal(rows.rms_norm(x, seen, 1e-6), rows.rms_norm(x, seen.clone(), 1e-6))
 
 
 def test_gradients_that_negate_their_memory_are_read_right():

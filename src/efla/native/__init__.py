@@ -1,8 +1,14 @@
-"""The compiled module ``efla._native``, if it was built, running on torch's own threads."""
+"""The compiled CPU kernels, if they were built, on torch's own threads, and the allocator settings that suit them.
+
+Three things are called native: this package; its extension module ``efla.native._kernels``, compiled from csrc/; and the
+backend of that name in :mod:`efla.scans.backends`, which runs scans on it.
+"""
 
 from __future__ import annotations
 
+import ctypes
 import importlib
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,16 +19,17 @@ from torch.autograd import forward_ad
 DTYPES = frozenset({torch.float32, torch.bfloat16, torch.float16, torch.float64})
 """The element types that the kernels take."""
 
-module: Any = None
+kernels: Any = None
+"""The extension module, or ``None``."""
 try:
-    module = importlib.import_module("efla._native")
+    kernels = importlib.import_module("efla.native._kernels")
 except ImportError as error:  # built without a compiler, or for another Python
     _import_error = str(error)
 
 
 def missing() -> str | None:
-    """Why the compiled module is not there, or ``None``."""
-    if module is None:
+    """Why the kernels are not there, or ``None``."""
+    if kernels is None:
         return f"was not built ({_import_error}): install a C++20 compiler and reinstall efla"
     return None
 
@@ -33,9 +40,9 @@ def _share_torch_threads() -> None:
     for pattern in ("libgomp*.so*", "libiomp5*", "libomp*"):
         for folder in folders:
             for path in sorted(folder.glob(pattern)):
-                if module.set_parallel_runtime(str(path)):
+                if kernels.set_parallel_runtime(str(path)):
                     return
-    module.set_parallel_runtime("")
+    kernels.set_parallel_runtime("")
 
 
 def materialize(x: Tensor) -> Tensor:
@@ -45,7 +52,7 @@ def materialize(x: Tensor) -> Tensor:
 
 def bind_torch(*, use_c_table: bool = True) -> None:
     """Tell the module what a tensor is and how to ask torch; torch before 2.10 has no C table of its tensors."""
-    module.bind_torch(
+    kernels.bind_torch(
         Tensor,
         Tensor.is_neg,
         torch.is_grad_enabled,
@@ -57,6 +64,28 @@ def bind_torch(*, use_c_table: bool = True) -> None:
     )
 
 
-if module is not None:
+# Numbers of glibc's mallopt parameters.
+_TRIM_THRESHOLD, _TOP_PAD, _MMAP_THRESHOLD = -1, -2, -3
+_MIB = 2**20
+
+
+def keep_freed_memory() -> bool:
+    """Tell glibc to keep up to 2 GiB of freed memory for the next allocation; false where there is no glibc.
+
+    By default it gives large freed blocks back to the system and asks for them again at once, and the system fills every
+    page with zeros anew: a training step on tensors of tens of megabytes can spend a third of its time so. For the
+    whole process, hence for commands and workers of ours only, never on import.
+    """
+    if not sys.platform.startswith("linux"):
+        return False
+    try:
+        mallopt = ctypes.CDLL(None).mallopt
+    except (OSError, AttributeError):  # another C library
+        return False
+    settings = ((_MMAP_THRESHOLD, 32 * _MIB), (_TRIM_THRESHOLD, 2**31 - 1), (_TOP_PAD, 64 * _MIB))
+    return all(mallopt(parameter, value) == 1 for parameter, value in settings)
+
+
+if kernels is not None:
     _share_torch_threads()
     bind_torch()

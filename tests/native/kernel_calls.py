@@ -1,6 +1,6 @@
 """Calls of the bound kernels with tensors that fit and with tensors that do not.
 
-    python -m tests.scans.kernel_calls 1000000 [EXTENSION]
+    python -m tests.native.kernel_calls 1000000 [EXTENSION]
 
 The second argument is another build of the extension, one with the address sanitizer: see ``make test-sanitizers``.
 """
@@ -17,13 +17,11 @@ import torch
 from torch import Tensor
 
 if __name__ == "__main__" and len(sys.argv) > 2:
-    _spec = importlib.util.spec_from_file_location("efla._native", sys.argv[2])
-    sys.modules["efla._native"] = importlib.util.module_from_spec(_spec)
-    _spec.loader.exec_module(sys.modules["efla._native"])
+    _spec = importlib.util.spec_from_file_location("efla.native._kernels", sys.argv[2])
+    sys.modules["efla.native._kernels"] = importlib.util.module_from_spec(_spec)
+    _spec.loader.exec_module(sys.modules["efla.native._kernels"])
 
-from efla import extension
-
-native = extension.module
+from efla.native import kernels
 
 
 @dataclass
@@ -62,7 +60,7 @@ def norm_forward(s: Sizes) -> tuple:
 
 def norm_backward(s: Sizes) -> tuple:
     x, weight = _norm(s)
-    parts = torch.empty(native.norm_groups(s.tokens), s.key_dim, dtype=s.wide)
+    parts = torch.empty(kernels.norm_groups(s.tokens), s.key_dim, dtype=s.wide)
     return x, weight, torch.randn_like(x), torch.empty_like(x), parts, 1 / s.key_dim, 1e-6, 1
 
 
@@ -80,7 +78,7 @@ def conv_forward(s: Sizes) -> tuple:
 
 def conv_backward(s: Sizes) -> tuple:
     x, weight, bias, past, cu_seqlens = _conv(s)
-    groups = native.conv_groups(cu_seqlens, s.num_sequences, s.tokens)
+    groups = kernels.conv_groups(cu_seqlens, s.num_sequences, s.tokens)
     parts = torch.empty(groups, weight.shape[0] + 1, s.value_dim, dtype=s.wide)
     gradients = torch.randn_like(x), torch.empty_like(x), torch.zeros_like(past), parts
     return x, weight, bias, past, cu_seqlens, *gradients, True, 1
@@ -107,13 +105,13 @@ def _scan(s: Sizes) -> tuple[Tensor | None, ...]:
 
 def _border_states(s: Sizes) -> Tensor:
     heads = s.key_heads * s.group
-    count = native.border_count(s.cu_seqlens, s.num_sequences, s.tokens, heads, s.key_dim, s.value_dim)
+    count = kernels.border_count(s.cu_seqlens, s.num_sequences, s.tokens, heads, s.key_dim, s.value_dim)
     return torch.zeros(count, dtype=s.wide)
 
 
 def forward(s: Sizes) -> tuple:
     inputs = _scan(s)
-    rule = native.rule_codes["gated_delta"]
+    rule = kernels.rule_codes["gated_delta"]
     results = torch.empty_like(inputs[2]), torch.empty_like(inputs[6]), _border_states(s)
     return *inputs, *results, rule, False, 0.5, False, True, 1
 
@@ -122,7 +120,7 @@ def backward(s: Sizes) -> tuple:
     q, k, v, log_gate, beta, _, state, _ = inputs = _scan(s)
     given = _border_states(s), torch.randn_like(v), torch.randn_like(state)
     gradients = [torch.empty_like(x) for x in (q, k, v, log_gate, beta)]
-    rule = native.rule_codes["gated_delta"]
+    rule = kernels.rule_codes["gated_delta"]
     return *inputs, *given, *gradients, None, torch.empty_like(state), rule, False, 0.5, 1
 
 
@@ -175,7 +173,7 @@ def random_calls(count: int, seed: int) -> int:
         for place in draw.sample(places, changes):
             arguments[place] = draw.choice(wrong[place])
         try:
-            getattr(native, name)(*arguments)
+            getattr(kernels, name)(*arguments)
             computed += 1
         except (ValueError, TypeError):
             if not changes:
