@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 import efla
 from efla.rules import UpdateRule
-from efla.rules.base import undecayed
+from efla.rules.base import without_decay
 from efla.scans.backends import native
 from efla.scans.fused_ops import fused_op
 from efla.testing import make_inputs, run
@@ -95,7 +95,7 @@ def test_a_rule_of_ones_own_runs_on_the_kernels_too():
         has_decay = False
 
         def coefficients(self, beta, lam, log_gate=None):
-            return undecayed(beta / 2)
+            return without_decay(beta / 2)
 
     inputs = make_inputs("delta", length=70)
     o, _ = efla.linear_attention(inputs.q, inputs.k, inputs.v, inputs.beta, rule=Half(), backend="native")

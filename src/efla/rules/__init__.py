@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 from efla.errors import unknown_name
+from efla.rules.additive import Linear, StateSpaceDual
 from efla.rules.base import FlowRates, StepCoefficients, UpdateRule
-from efla.rules.delta import Delta
-from efla.rules.exact_flow import ExactFlow
-from efla.rules.gated_delta import GatedDelta
-from efla.rules.gated_exact_flow import GatedExactFlow, GatedExactFlowLog
-from efla.rules.implicit import CrankNicolson, ImplicitEuler
-from efla.rules.linear import Linear
-from efla.rules.runge_kutta import Midpoint, RungeKutta4
-from efla.rules.ssd import StateSpaceDual
+from efla.rules.delta import Delta, GatedDelta
+from efla.rules.exact_flow import ExactFlow, GatedExactFlow, GatedExactFlowLog
+from efla.rules.runge_kutta import CrankNicolson, ImplicitEuler, Midpoint, RungeKutta4
 
 __all__ = ["FlowRates", "StepCoefficients", "UpdateRule", "get", "names", "register"]
 

@@ -63,7 +63,7 @@ class UpdateRule(ABC):
         return f"{type(self).__name__}(name={self.name!r})"
 
 
-def undecayed(erase: Tensor) -> StepCoefficients:
+def without_decay(erase: Tensor) -> StepCoefficients:
     """Coefficients of a rule that neither decays nor tells erasing from writing."""
     return StepCoefficients(log_decay=torch.zeros_like(erase), erase=erase, write=erase)
 

@@ -1,8 +1,11 @@
+"""The Euler steps: DeltaNet and Gated DeltaNet."""
+
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
-from efla.rules.base import StepCoefficients, UpdateRule, undecayed
+from efla.rules.base import FlowRates, StepCoefficients, UpdateRule, gated_flow, without_decay
 
 
 class Delta(UpdateRule):
@@ -16,4 +19,21 @@ class Delta(UpdateRule):
 
     def coefficients(self, beta: Tensor | None, lam: Tensor, log_gate: Tensor | None = None) -> StepCoefficients:
         assert beta is not None
-        return undecayed(beta)
+        return without_decay(beta)
+
+
+class GatedDelta(UpdateRule):
+    """Gated DeltaNet, an Euler step after a decay by the gate a: S_t = a (I - beta k k^T) S_{t-1} + beta k v^T."""
+
+    name = "gated_delta"
+    title = "Gated DeltaNet"
+    order = 1
+    contractive = False
+    needs_gate = True
+
+    def coefficients(self, beta: Tensor | None, lam: Tensor, log_gate: Tensor | None = None) -> StepCoefficients:
+        assert beta is not None and log_gate is not None
+        return StepCoefficients(log_decay=log_gate, erase=beta, write=beta)
+
+    def flow(self, beta: Tensor, log_gate: Tensor | None = None) -> FlowRates:
+        return gated_flow(beta, torch.zeros_like(beta) if log_gate is None else log_gate)

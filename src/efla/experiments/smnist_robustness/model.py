@@ -17,7 +17,7 @@ import efla
 from efla.experiments.smnist_robustness.config import ARMS, SmnistConfig
 from efla.layers import RMSNorm, ShortConvolution
 from efla.rules import get
-from efla.rules.base import StepCoefficients, undecayed
+from efla.rules.base import StepCoefficients, without_decay
 from efla.rules.exact_flow import ExactFlow
 from efla.scans.keys import l2_normalize
 
@@ -191,7 +191,7 @@ class ClampedExactFlow(ExactFlow):
     def coefficients(self, beta: Tensor | None, lam: Tensor, log_gate: Tensor | None = None) -> StepCoefficients:
         assert beta is not None
         lam = lam.clamp(min=1e-6)
-        return undecayed(-torch.expm1(-beta * lam) / (lam + 1e-6))
+        return without_decay(-torch.expm1(-beta * lam) / (lam + 1e-6))
 
 
 class AuthorsClassifier(nn.Module):
