@@ -13,7 +13,7 @@ from torch.nn import functional
 
 from efla import rules
 from efla.layers import LinearAttention, Mamba2, RMSNorm, ShortConvolution, SoftmaxAttention, SwiGLU
-from efla.layers.mlp import swiglu_width
+from efla.layers.blocks import swiglu_width
 from efla.native import kernels, rows
 from efla.testing import make_inputs
 

@@ -12,7 +12,7 @@ from efla.data.mad import IGNORE, baseline, changed, generate
 from efla.experiments.mad.config import ARMS, TASK_ORDER, MadConfig, profile
 from efla.experiments.mad.model import AutoEncoder, LanguageModel, build, loss_of, mixer, parameter_count, sinusoid
 from efla.layers import LinearAttention, SwiGLU
-from efla.layers.mlp import swiglu_width
+from efla.layers.blocks import swiglu_width
 
 UNGATED = ("delta-l2", "exact-flow", "delta-raw", "exact-flow-l2", "rk2", "rk4", "implicit-euler", "crank-nicolson")
 FULL = profile("full")

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from efla.layers.attention import LinearAttention
+from efla.layers.blocks import RMSNorm, SwiGLU
 from efla.layers.mamba2 import Mamba2
-from efla.layers.mlp import SwiGLU
-from efla.layers.norm import RMSNorm
+from efla.layers.recurrence import MixerState
 from efla.layers.short_conv import ShortConvolution
 from efla.layers.softmax_attention import SoftmaxAttention
-from efla.layers.state import MixerState
 
 __all__ = ["LinearAttention", "Mamba2", "MixerState", "RMSNorm", "ShortConvolution", "SoftmaxAttention", "SwiGLU"]

@@ -15,10 +15,9 @@ from torch.nn import functional
 import efla.scans.api as scans
 from efla import rules
 from efla.errors import unknown_name
-from efla.layers.gate import GATES, draw_dt_bias, draw_log_rate, mamba_log_gate
-from efla.layers.norm import RMSNorm
+from efla.layers.blocks import RMSNorm
+from efla.layers.recurrence import GATES, MixerState, SequenceNeighbours, draw_dt_bias, draw_log_rate, mamba_log_gate
 from efla.layers.short_conv import ShortConvolution
-from efla.layers.state import MixerState, SequenceNeighbours
 from efla.scans.keys import l2_normalize
 
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from efla.errors import unknown_name
-from efla.layers.state import SequenceNeighbours
+from efla.layers.recurrence import SequenceNeighbours
 from efla.native import rows
 from efla.scans.validation import has_values
 

@@ -13,7 +13,7 @@ from efla import rules
 from efla.data.mad import IGNORE, Setting
 from efla.experiments.mad.config import ARMS, MadConfig
 from efla.layers import LinearAttention, Mamba2, RMSNorm, SoftmaxAttention, SwiGLU
-from efla.layers.mlp import swiglu_width
+from efla.layers.blocks import swiglu_width
 
 EPS = 1e-5
 ATTENTION_HEAD_WIDTH = 8

@@ -1,14 +1,41 @@
-"""The forget gate's parameterisation, shared by the gated rules and Mamba-2."""
+"""What recurrent mixers share: the state they carry from one call to the next, and the parameters of the forget gate."""
 
 from __future__ import annotations
 
 import math
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 GATES = ("mamba", "logsigmoid")
+
+
+class MixerState(NamedTuple):
+    """State of a mixer after some tokens; constant in their number.
+
+    conv: [B, D, W - 1], the last inputs of the convolutions (``None`` without them); memory: [B, H, K, V], float32 or
+    wider, S of the recurrence.
+    """
+
+    conv: Tensor | None
+    memory: Tensor
+
+    def num_bytes(self) -> int:
+        return sum(x.numel() * x.element_size() for x in self if x is not None)
+
+
+class SequenceNeighbours(Protocol):
+    """Ranks that hold the other parts of each sequence; see :mod:`efla.distributed.sequence`."""
+
+    active: bool
+
+    def halo(self, x: Tensor, width: int) -> Tensor:
+        """The last ``width`` tokens of the rank before, [B, D, width], from this rank's x [B, T, D]."""
+
+    def attend(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
+        """:func:`efla.linear_attention` over the whole sequence, of which the arguments are this rank's part."""
 
 
 def mamba_log_gate(x: Tensor, log_rate: Tensor, dt_bias: Tensor) -> Tensor:
