@@ -19,7 +19,8 @@ from efla.scans.backends import backends
 from efla.scans.validation import set_validation, validation
 
 if TYPE_CHECKING:
-    from efla import layers, models, presets
+    from efla import layers, models
+    from efla.models import presets
     from efla.models.configuration_efla import EflaConfig
     from efla.models.modeling_efla import EflaForCausalLM, EflaForSequenceClassification, EflaModel
 
@@ -46,14 +47,14 @@ __all__ = [
 
 # Imported when first touched: they need transformers, the scans do not.
 _MODELS = ("EflaConfig", "EflaForCausalLM", "EflaForSequenceClassification", "EflaModel")
-_MODULES = ("layers", "models", "presets")
+_MODULES = {"layers": "efla.layers", "models": "efla.models", "presets": "efla.models.presets"}
 
 
 def __getattr__(name: str) -> Any:
     if name in _MODELS:
         return registration.lazy_attribute(name)
     if name in _MODULES:
-        return importlib.import_module(f"efla.{name}")
+        return importlib.import_module(_MODULES[name])
     raise AttributeError(f"module 'efla' has no attribute {name!r}")
 
 

@@ -7,9 +7,9 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Mamba2Config, Mamba2ForCausalLM, Qwen3NextConfig
 from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextGatedDeltaNet
 
-from efla.interchange.convert import convert_folder
 from efla.layers import LinearAttention
 from efla.models import EflaForCausalLM
+from efla.models.convert import convert_folder
 
 from .tiny import random_tokens, tiny_model
 

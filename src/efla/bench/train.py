@@ -12,10 +12,11 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from efla import EflaForCausalLM, presets
+from efla import EflaForCausalLM
 from efla.bench.timing import Contender, Measurement, compare
 from efla.data.text import corpora
 from efla.data.text.prepare import PrepareConfig, prepare
+from efla.models import presets
 from efla.models.accounting import flops_per_token
 from efla.train import loop, recipes
 from efla.train.config import TrainConfig

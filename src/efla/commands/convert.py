@@ -18,7 +18,7 @@ def convert(source: Annotated[Path, tyro.conf.Positional], target: Annotated[Pat
         source: Folder with config.json and *.safetensors.
         target: New folder for the result.
     """
-    from efla.interchange.convert import convert_folder
+    from efla.models.convert import convert_folder
 
     config = convert_folder(source, target)
     mixers = config.get("mixers")

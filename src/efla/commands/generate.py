@@ -39,8 +39,8 @@ def generate(
     import torch
     from transformers.utils import logging
 
-    from efla import presets
     from efla.commands.info import load_config
+    from efla.models import presets
     from efla.models.modeling_efla import EflaForCausalLM
     from efla.models.text import TimedStreamer, as_batch, load_codec
 

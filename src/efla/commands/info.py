@@ -39,7 +39,7 @@ def load_config(model: str) -> EflaConfig:
     """The configuration of a preset, a folder or a hub name."""
     from pathlib import Path
 
-    from efla import presets
+    from efla.models import presets
     from efla.models.configuration_efla import EflaConfig
 
     if model in presets.names():

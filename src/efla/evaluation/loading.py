@@ -81,7 +81,7 @@ def load_model(
     from transformers import AutoConfig, AutoModelForCausalLM
 
     import efla.models  # noqa: F401  (transformers then knows model_type "efla")
-    from efla import presets
+    from efla.models import presets
 
     if source in presets.names():
         raise ValueError(f"{source!r} is a preset without weights; train it first: efla train --help")

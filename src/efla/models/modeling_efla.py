@@ -25,10 +25,10 @@ from efla.layers import LinearAttention, Mamba2, RMSNorm, ShortConvolution, Soft
 from efla.layers.softmax_attention import eager_attention
 from efla.models import cache as caches
 from efla.models import registration
-from efla.models.checkpoint import CheckpointMixin
 from efla.models.configuration_efla import EflaConfig
 from efla.models.inputs import check_token_ids, find_packing, local_padding_mask, positions_of_packed
 from efla.models.loss import IGNORED, next_token_loss
+from efla.models.saving import CheckpointMixin
 
 
 def build_mixer(config: EflaConfig, layer_idx: int) -> nn.Module:

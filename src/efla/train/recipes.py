@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import dataclasses
 
-from efla import presets
 from efla.errors import unknown_name
+from efla.models import presets
 from efla.train.config import (
     DataOptions,
     MachineOptions,

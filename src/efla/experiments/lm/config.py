@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
-from efla import presets
 from efla.data.text import corpora
 from efla.errors import unknown_name
 from efla.experiments.framework.records import GRID
+from efla.models import presets
 
 PAIR = ("delta-l2", "exact-flow")
 GATED_PAIR = ("gated-delta", "gated-exact-flow")

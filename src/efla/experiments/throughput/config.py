@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
-from efla import presets
 from efla.errors import unknown_name
 from efla.experiments.framework.records import GRID
 from efla.experiments.lm.config import ARM_ORDER
+from efla.models import presets
 
 if TYPE_CHECKING:
     from efla.models.configuration_efla import EflaConfig

@@ -13,9 +13,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from efla.interchange import fla
-from efla.interchange.convert import convert_folder
 from efla.models import EflaConfig, EflaForCausalLM
+from efla.models import convert as fla
+from efla.models.convert import convert_folder
 
 from .tiny import logits_of
 

@@ -1,1 +1,0 @@
-"""Checkpoints of other libraries, in and out."""
