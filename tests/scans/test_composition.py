@@ -107,15 +107,17 @@ def test_what_stands_in_padding_never_reaches_a_real_token(backend, side):
     torch.testing.assert_close(state_1, state_2, rtol=0, atol=0)
 
 
-def test_padding_on_the_right_is_bit_identical_to_none(backend):
+def test_padding_on_the_right_is_as_good_as_none(backend):
     q, k, v, log_decay, erase, write, is_padding = _padded("right")
     real = int((~is_padding[0]).sum())
     full, state = efla.scan(q, k, v, log_decay, erase, write, output_final_state=True, backend=backend)
     short, short_state = efla.scan(
         *(x[:1, :real] for x in (q, k, v, log_decay, erase, write)), output_final_state=True, backend=backend
     )
-    torch.testing.assert_close(full[:1, :real], short, rtol=0, atol=0)
-    torch.testing.assert_close(state[:1], short_state, rtol=0, atol=0)
+    # Our kernels compute the same bits for any batch; torch's products, which chunked is made of, may not.
+    tolerance = {"rtol": 0, "atol": 0} if backend == "native" else {}
+    torch.testing.assert_close(full[:1, :real], short, **tolerance)
+    torch.testing.assert_close(state[:1], short_state, **tolerance)
 
 
 def test_padded_tokens_get_exactly_zero_gradient(backend):
