@@ -149,7 +149,7 @@ def test_positions_may_start_anew_in_every_row_of_a_batch():
 REFUSALS = {
     "a cache": (lambda model: {"past_key_values": DynamicCache(config=model.config)}, "packed sequences take no cache"),
     "padding": (lambda model: {"attention_mask": torch.ones(1, TOTAL)}, "take no attention_mask"),
-    "other positions": (lambda model: {"position_ids": torch.arange(TOTAL)[None]}, "start anew at each boundary"),
+    "other positions": (lambda model: {"position_ids": torch.arange(TOTAL)[None]}, "restart at each boundary"),
 }
 
 

@@ -268,7 +268,7 @@ def _packing_of(
         said = None if text_positions is None else borders_of_positions(text_positions, batch_size, length)
         if said is None or not torch.equal(given.unique(), said):
             raise ValueError(
-                "position_ids must start anew at each boundary of packed sequences that cu_seq_lens_q or seq_idx gives, and "
+                "position_ids must restart at each boundary of packed sequences that cu_seq_lens_q or seq_idx gives, and "
                 "nowhere else, because the mask of the softmax layers is made from them; leave position_ids out to have them "
                 "counted"
             )

@@ -73,7 +73,7 @@ def keep_freed_memory() -> bool:
     """Tell glibc to keep up to 2 GiB of freed memory for the next allocation; false where there is no glibc.
 
     By default it gives large freed blocks back to the system and asks for them again at once, and the system fills every
-    page with zeros anew: a training step on tensors of tens of megabytes can spend a third of its time so. For the
+    page with zeros again: a training step on tensors of tens of megabytes can lose a third of its time. For the
     whole process, hence for commands and workers of ours only, never on import.
     """
     if not sys.platform.startswith("linux"):
