@@ -7,10 +7,11 @@ import json
 import pytest
 
 from efla import cli
-from efla.bench import gate, models, scan, smnist, timing
+from efla.bench import gate, models, scan, smnist
 from efla.bench.kernels import PLAIN
 from efla.bench.plot import plot_lengths
 from efla.experiments.smnist_robustness.speed import Stepper
+from efla.runs import timing
 from efla.scans.backends import chunked, native
 
 TINY = scan.Size(1, 24, 1, 16)

@@ -36,7 +36,7 @@ from efla.evaluation.progress import Display
 from efla.evaluation.prompts import count_words, wikitext_text
 from efla.evaluation.recall import adapted, make_batch, recall, usable_tokens
 from efla.evaluation.responses import ResponseLog
-from efla.experiments.framework.rows import read_rows
+from efla.runs.rows import read_rows
 from tests.evaluation.models import FAMILIES, data_folder, llama, trained
 from tests.evaluation.small_data import HUB, write_small_data
 

@@ -19,7 +19,7 @@ from efla.evaluation.plot import line_keys, plot_length, style
 from efla.evaluation.progress import Display, clock
 from efla.evaluation.run import items_path, safe, summary
 from efla.evaluation.table import markdown, result_table, terminal
-from efla.experiments.style import ARMS, RULES
+from efla.runs.style import ARMS, RULES
 
 from .test_items_and_table import cell
 

@@ -19,7 +19,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 from rich.console import Console
 from tiny_experiment import Tiny, TinyConfig
 
-from efla.experiments.framework import rows, run
+from efla.experiments.runner import run
+from efla.runs import rows
 
 CELLS_OF_A_SITTING = 5
 

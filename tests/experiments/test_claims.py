@@ -7,12 +7,12 @@ from collections.abc import Callable
 
 import pytest
 
-from efla.experiments.framework import Record
-from efla.experiments.framework.statistics import Spread, compare, level_mean, spread
 from efla.experiments.lr_robustness import claims as lr_claims
 from efla.experiments.smnist_robustness import claims as smnist_claims
 from efla.experiments.smnist_robustness import select
 from efla.experiments.smnist_robustness.config import MAIN_ARMS
+from efla.runs.records import Record
+from efla.runs.statistics import Spread, compare, level_mean, spread
 
 LEVELS = {"dropout": (0, 0.2, 0.4), "scale": (1, 4, 16), "noise": (0, 0.1, 0.4)}
 RATES = (1e-4, 3e-4, 1e-3, 3e-3, 1e-2)

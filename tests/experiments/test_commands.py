@@ -12,9 +12,9 @@ from efla import experiments
 from efla.commands.report import report
 from efla.commands.reproduce import reproduce
 from efla.data.smnist import choose_source
-from efla.experiments.framework.rows import read_rows
 from efla.experiments.smnist_robustness.options import Lr, Smnist
 from efla.experiments.smnist_robustness.run import SmnistRobustness
+from efla.runs.rows import read_rows
 
 from ..fresh import run_fresh
 

@@ -7,9 +7,9 @@ import io
 import pytest
 from rich.console import Console
 
-from efla.experiments.framework import Cell
-from efla.experiments.framework.display import Display
-from efla.experiments.framework.execute import Event
+from efla.experiments.display import Display
+from efla.experiments.execute import Event
+from efla.experiments.experiment import Cell
 
 
 def _cells(count: int) -> list[Cell]:
@@ -44,7 +44,7 @@ def test_a_terminal_shows_a_bar_per_running_cell() -> None:
 
 def test_the_time_left_is_the_work_left_at_the_pace_so_far(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [100.0]
-    monkeypatch.setattr("efla.experiments.framework.display.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("efla.experiments.display.time.monotonic", lambda: now[0])
     first, second, third = _cells(3)
     with Display(7, 1, 2, Console(quiet=True)) as display:
         assert display.seconds_left() is None
@@ -61,7 +61,7 @@ def test_the_time_left_is_the_work_left_at_the_pace_so_far(monkeypatch: pytest.M
 
 def test_cells_count_by_what_they_were_expected_to_take(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [0.0]
-    monkeypatch.setattr("efla.experiments.framework.display.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("efla.experiments.display.time.monotonic", lambda: now[0])
     short, long = _cells(2)
     with Display(2, 0, 1, Console(quiet=True), {short.id: 5.0, long.id: 100.0}) as display:
         display.show(Event("started", short))

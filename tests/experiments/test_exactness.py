@@ -15,9 +15,9 @@ from efla.experiments.exactness.config import RULES, profile
 from efla.experiments.exactness.flow import by_matrix_exponential, in_closed_form
 from efla.experiments.exactness.plot import by_study, table
 from efla.experiments.exactness.run import Exactness
-from efla.experiments.framework import Record, run
-from efla.experiments.framework.records import number
-from efla.experiments.framework.rows import read_rows
+from efla.experiments.runner import run
+from efla.runs.records import Record, number
+from efla.runs.rows import read_rows
 
 
 @pytest.fixture(scope="module")

@@ -17,10 +17,7 @@ from efla import presets
 from efla.data.text import corpora
 from efla.data.text.sampling import RowSampler
 from efla.evaluation import stream_bits
-from efla.experiments.framework import run
-from efla.experiments.framework.execute import stable
-from efla.experiments.framework.records import to_record
-from efla.experiments.framework.rows import read_rows
+from efla.experiments.execute import stable
 from efla.experiments.lm import claims, cost, select
 from efla.experiments.lm.config import ARM_ORDER, Group, LmConfig, grid, profile
 from efla.experiments.lm.keys import key_energies
@@ -28,8 +25,11 @@ from efla.experiments.lm.measure import MEASUREMENTS, Subject
 from efla.experiments.lm.options import Lm
 from efla.experiments.lm.run import IN_PROGRESS, LanguageModels
 from efla.experiments.lm.train import build, train
+from efla.experiments.runner import run
 from efla.layers import LinearAttention
 from efla.models.accounting import count_parameters
+from efla.runs.records import to_record
+from efla.runs.rows import read_rows
 
 from ..fresh import run_fresh
 
@@ -195,8 +195,8 @@ def test_a_killed_cell_goes_on_from_its_checkpoint_and_leaves_nothing_behind(tmp
     config = tiny(steps=60, validate_every=30)
     script = f"""
 import os, signal, sys, json; from pathlib import Path
-from efla.data.text.sampling import RowSampler; from efla.experiments.framework import run
-from efla.experiments.framework.records import from_record; from efla.experiments.lm.config import LmConfig
+from efla.data.text.sampling import RowSampler; from efla.experiments.runner import run
+from efla.runs.records import from_record; from efla.experiments.lm.config import LmConfig
 from efla.experiments.lm.run import LanguageModels
 folder, batch = Path(sys.argv[2]), RowSampler.batch
 def killed_after_a_checkpoint(*arguments):

@@ -11,10 +11,11 @@ from efla import experiments
 from efla.commands.reproduce import All, reproduce
 from efla.experiments.exactness.options import Exactness
 from efla.experiments.exactness.run import Exactness as ExactnessRun
-from efla.experiments.framework.experiment import Cell, Record, Report
+from efla.experiments.experiment import Cell, Report
 from efla.experiments.lm.options import Lm
 from efla.experiments.smnist_robustness.options import Smnist
 from efla.experiments.throughput.options import Throughput
+from efla.runs.records import Record
 
 
 def test_it_knows_every_experiment_and_passes_on_profile_and_data() -> None:

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from efla.experiments.framework.records import dumps, number
-from efla.experiments.framework.rows import DAMAGED, ROWS, append_rows, parse, read_rows, repair
+from efla.runs.records import dumps, number
+from efla.runs.rows import DAMAGED, ROWS, append_rows, parse, read_rows, repair
 
 
 def _cell(name: str) -> list[dict[str, object]]:

@@ -12,11 +12,11 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from efla.experiments.framework import RunFolder, run
-from efla.experiments.framework.execute import stable
-from efla.experiments.framework.folder import CONFIG
-from efla.experiments.framework.records import from_record, to_record
-from efla.experiments.framework.rows import ROWS, read_rows
+from efla.experiments.execute import stable
+from efla.experiments.runner import run
+from efla.runs.folder import CONFIG, RunFolder
+from efla.runs.records import from_record, to_record
+from efla.runs.rows import ROWS, read_rows
 
 from ..fresh import run_fresh
 from ..processes import LAST_RESORT, children, started, wait_until
@@ -128,7 +128,7 @@ def test_a_disk_that_fills_up_stops_the_run_and_keeps_finished_cells(tmp_path: P
     """The limit on a file's size stands in for a small disk: the kernel refuses the write in the same place."""
     code = (
         "import resource, sys; from pathlib import Path; sys.path.insert(0, sys.argv[1]); from tiny_experiment import *\n"
-        "from efla.experiments.framework import run; resource.setrlimit(resource.RLIMIT_FSIZE, (3500, 3500))\n"
+        "from efla.experiments.runner import run; resource.setrlimit(resource.RLIMIT_FSIZE, (3500, 3500))\n"
         "run(Tiny(TinyConfig(cells=40)), Path(sys.argv[2]), executor='inline')"
     )
     full = run_fresh(code, HERE, tmp_path)
@@ -173,7 +173,7 @@ def test_twenty_kills_at_random_moments_give_the_rows_of_an_undisturbed_run(tmp_
 # A shell starts its background jobs with Ctrl-C ignored, and children inherit that: here it must work.
 TWO_CELLS_THEN_HANGING = """
 import signal; signal.signal(signal.SIGINT, signal.default_int_handler)
-import sys; from pathlib import Path; from efla.experiments.framework import run; from tiny_experiment import *
+import sys; from pathlib import Path; from efla.experiments.runner import run; from tiny_experiment import *
 run(Tiny(TinyConfig(cells=40, hanging=2)), Path(sys.argv[1]), workers=2)
 """
 

@@ -14,8 +14,7 @@ from rich.console import Console
 
 from efla import rules
 from efla.data.smnist import Images, Mnist
-from efla.experiments.framework import Record, run
-from efla.experiments.framework.rows import read_rows
+from efla.experiments.runner import run
 from efla.experiments.smnist_robustness.config import (
     ARMS,
     LEVELS,
@@ -29,6 +28,8 @@ from efla.experiments.smnist_robustness.model import Classifier, build, paramete
 from efla.experiments.smnist_robustness.perturb import perturb
 from efla.experiments.smnist_robustness.run import SmnistRobustness
 from efla.experiments.smnist_robustness.train import Data, batch_indices, evaluate, train
+from efla.runs.records import Record
+from efla.runs.rows import read_rows
 
 _spec = importlib.util.spec_from_file_location(
     "data_helpers", Path(__file__).parents[1] / "data" / "test_smnist_data.py"

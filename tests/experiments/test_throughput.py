@@ -10,15 +10,15 @@ import torch
 import tyro
 from rich.console import Console
 
-from efla.bench.timing import Contender, samples_in_turn
 from efla.commands.reproduce import reproduce
-from efla.experiments.framework import run
-from efla.experiments.framework.memory import PeakMemory
-from efla.experiments.framework.rows import read_rows
+from efla.experiments.runner import run
 from efla.experiments.throughput import claims, select
 from efla.experiments.throughput.config import Setting, ThroughputConfig, settings_of
 from efla.experiments.throughput.options import Throughput as Options
 from efla.experiments.throughput.run import Throughput, stepper
+from efla.runs.memory import PeakMemory
+from efla.runs.rows import read_rows
+from efla.runs.timing import Contender, samples_in_turn
 
 
 def tiny(**changes: Any) -> ThroughputConfig:

@@ -8,8 +8,8 @@ import signal
 from dataclasses import dataclass, field
 from typing import Any
 
-from efla.experiments.framework import Cell, Experiment, Report
-from efla.experiments.framework.records import GRID
+from efla.experiments.experiment import Cell, Experiment, Report
+from efla.runs.records import GRID
 
 
 @dataclass(frozen=True, kw_only=True)

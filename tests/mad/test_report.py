@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 
 from efla.data.mad import changed
-from efla.experiments.framework.records import dumps, to_record
-from efla.experiments.framework.rows import append_rows
 from efla.experiments.mad import select
 from efla.experiments.mad.claims import claims, text_summary
 from efla.experiments.mad.config import HARD, TASK_ORDER, profile
 from efla.experiments.mad.plot import plot
 from efla.experiments.mad.published import PUBLISHED, comparability
+from efla.runs.records import dumps, to_record
+from efla.runs.rows import append_rows
 
 Row = dict[str, object]
 ARMS = ("delta-l2", "exact-flow", "delta-raw")

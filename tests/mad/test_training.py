@@ -13,15 +13,15 @@ from torch import Tensor, nn
 
 from efla import cli
 from efla.data.mad import Setting, generate
-from efla.experiments.framework import run
-from efla.experiments.framework.execute import stable
-from efla.experiments.framework.rows import read_rows
+from efla.experiments.execute import stable
 from efla.experiments.mad.config import Group, MadConfig, profile
 from efla.experiments.mad.metric import Score, evaluate, macro_recall
 from efla.experiments.mad.model import build
 from efla.experiments.mad.options import Mad as MadOptions
 from efla.experiments.mad.run import Mad
 from efla.experiments.mad.train import Trained, batches, rate_at, summary, train
+from efla.experiments.runner import run
+from efla.runs.rows import read_rows
 
 from .files import write_published
 

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from efla.experiments.framework.rows import append_rows
 from efla.report import build
-from efla.report.bars import Bars, BarSeries, draw
-from efla.report.chart import Chart, Point, Series
+from efla.runs.bars import Bars, BarSeries, draw
+from efla.runs.chart import Chart, Point, Series
+from efla.runs.rows import append_rows
 
 from .pages import Markup, charts_of, read_chart
 from .test_report import write_run

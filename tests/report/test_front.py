@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 from efla import experiments
-from efla.experiments.framework.rows import append_rows
-from efla.experiments.framework.statistics import Claim, compare, effect, spread
 from efla.report import build, front
 from efla.report.build import sections_of
-from efla.report.sections import Section
+from efla.runs.rows import append_rows
+from efla.runs.sections import Section
+from efla.runs.statistics import Claim, compare, effect, spread
 
 from ..experiments.test_lm import made_up as lm_rows
 from ..experiments.test_throughput import made_up as throughput_rows

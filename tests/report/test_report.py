@@ -11,9 +11,9 @@ from types import ModuleType
 
 import pytest
 
-from efla.experiments.framework.rows import ROWS, append_rows
 from efla.report import build
-from efla.report.chart import Chart, Point, Series, render
+from efla.runs.chart import Chart, Point, Series, render
+from efla.runs.rows import ROWS, append_rows
 
 from .pages import numbers_are_finite
 

@@ -23,7 +23,7 @@ from efla.data.text.prepare import PrepareConfig, prepare
 from efla.data.text.shards import INDEX, checksum, open_shards
 from efla.data.text.source import open_data, vocabulary_of
 from efla.data.text.tokenizers import ByteTokenizer, load_tokenizer, token_type
-from efla.experiments.framework.lock import take
+from efla.runs.lock import take
 
 from ..fresh import run_fresh
 

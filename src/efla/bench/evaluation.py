@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 import efla
-from efla.bench.timing import Contender, Measurement, compare
 from efla.evaluation import ByteTokenizer, local_data
+from efla.runs.timing import Contender, Measurement, compare
 
 ITEMS = 48
 BATCH_TOKENS = 4096

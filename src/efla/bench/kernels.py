@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from efla.bench.timing import Contender
 from efla.native import rows
+from efla.runs.timing import Contender
 
 PLAIN = "chunked, no compiled kernels"
 BACKENDS = {"native": "native", "chunked": "chunked", PLAIN: "chunked"}

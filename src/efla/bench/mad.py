@@ -10,9 +10,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import efla
 from efla.bench.kernels import BACKENDS, contenders
-from efla.bench.timing import Contender, Measurement, compare
 from efla.experiments.mad.config import profile
 from efla.experiments.mad.speed import stepper
+from efla.runs.timing import Contender, Measurement, compare
 
 BATCH = 32
 SGEMM_SIZE = 1024

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 
 import efla
-from efla.bench.timing import Contender, Measurement, compare
 from efla.integrations.transformers import accelerate_cpu
 from efla.models.accounting import state_bytes
+from efla.runs.timing import Contender, Measurement, compare
 
 HIDDEN, LAYERS, HEADS, WIDTH, MLP, VOCABULARY = 512, 4, 4, 128, 1536, 1024
 PREFILL_LENGTH = 2048

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from pathlib import Path
 
-from efla.bench.timing import Measurement
+from efla.runs.timing import Measurement
 
 _STYLE = {
     "native": ("#0b6e4f", "efla native"),

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 import efla
-from efla.bench.timing import Contender, Measurement, compare
+from efla.runs.timing import Contender, Measurement, compare
 
 SGEMM_SIZE = 2048
 FORWARD_FLOPS = 6

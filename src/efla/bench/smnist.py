@@ -8,9 +8,9 @@ from dataclasses import replace
 import torch
 
 from efla.bench.kernels import BACKENDS, contenders
-from efla.bench.timing import Measurement, compare
 from efla.experiments.smnist_robustness.config import MAIN_ARMS
 from efla.experiments.smnist_robustness.speed import LENGTH, TRAIN_IMAGES, Stepper
+from efla.runs.timing import Measurement, compare
 
 
 def training(threads: int, rounds: int) -> Iterator[list[Measurement]]:

@@ -13,11 +13,11 @@ import torch
 from rich.console import Console
 
 from efla import EflaForCausalLM
-from efla.bench.timing import Contender, Measurement, compare
 from efla.data.text import corpora
 from efla.data.text.prepare import PrepareConfig, prepare
 from efla.models import presets
 from efla.models.accounting import flops_per_token
+from efla.runs.timing import Contender, Measurement, compare
 from efla.train import loop, recipes
 from efla.train.config import TrainConfig
 from efla.train.optimizer import build_optimizer

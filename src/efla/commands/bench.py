@@ -15,11 +15,11 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 
-from efla.bench.timing import Measurement
 from efla.commands.doctor import machine_facts
 from efla.errors import unknown_name
-from efla.experiments.framework import provenance
-from efla.experiments.framework.rows import write_atomically
+from efla.runs import provenance
+from efla.runs.rows import write_atomically
+from efla.runs.timing import Measurement
 
 
 def bench(

@@ -123,7 +123,7 @@ def eval(
 def _tasks(models: list[str], settings: Settings, output: Path, paper: str, console: Console) -> None:
     from efla.evaluation.run import evaluate
     from efla.evaluation.table import markdown, result_table, terminal
-    from efla.experiments.framework.rows import read_rows, write_atomically
+    from efla.runs.rows import read_rows, write_atomically
 
     if models:
         found = evaluate(models, settings, output, console)
@@ -154,8 +154,8 @@ def _comparison(models: list[str], pair: tuple[str, str], output: Path) -> None:
 
     from efla.evaluation.comparison import compare, comparison_lines
     from efla.evaluation.loading import names_of
-    from efla.experiments.framework.records import dumps
-    from efla.experiments.framework.rows import read_rows, write_atomically
+    from efla.runs.records import dumps
+    from efla.runs.rows import read_rows, write_atomically
 
     names = names_of(models)
     a, b = names[pair[0]], names[pair[1]]

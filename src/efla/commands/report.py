@@ -7,8 +7,8 @@ from typing import Annotated
 
 import tyro
 
-from efla.experiments.framework.rows import write_atomically
-from efla.experiments.framework.statistics import claims_text
+from efla.runs.rows import write_atomically
+from efla.runs.statistics import claims_text
 
 
 def report(

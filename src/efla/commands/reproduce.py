@@ -13,12 +13,12 @@ from rich.console import Console
 
 from efla import experiments
 from efla.experiments.exactness.options import Exactness
-from efla.experiments.framework import run
-from efla.experiments.framework.rows import ROWS, read_rows
 from efla.experiments.lm.options import Lm
 from efla.experiments.mad.options import Mad
+from efla.experiments.runner import run
 from efla.experiments.smnist_robustness.options import Lr, Smnist
 from efla.experiments.throughput.options import Throughput
+from efla.runs.rows import ROWS, read_rows
 
 Executor = Literal["process", "inline", "ray"]
 

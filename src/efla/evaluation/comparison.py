@@ -11,7 +11,7 @@ from typing import Any
 from efla.evaluation.columns import ACCURACIES, COLUMNS, EXTRA_COLUMNS, Column
 from efla.evaluation.items import Difference, Items, metric_items, paired_difference, paired_mean_difference, read_items
 from efla.evaluation.run import items_path
-from efla.experiments.framework.records import Record
+from efla.runs.records import Record
 
 MEAN = Column("mean", "mean of the 9", "mean", "acc")
 

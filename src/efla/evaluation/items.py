@@ -17,8 +17,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from efla.experiments.framework.records import dumps
-from efla.experiments.framework.rows import write_atomically
+from efla.runs.records import dumps
+from efla.runs.rows import write_atomically
 
 Array = NDArray[np.float64]
 

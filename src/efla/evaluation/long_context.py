@@ -21,10 +21,10 @@ from efla.evaluation.progress import Display, Stopwatch
 from efla.evaluation.prompts import wikitext_text
 from efla.evaluation.recall import adapted, make_batch, recall, usable_tokens
 from efla.evaluation.run import Settings
-from efla.experiments.framework.folder import RunFolder
-from efla.experiments.framework.provenance import git_commit, machine, versions
-from efla.experiments.framework.records import Record
-from efla.experiments.framework.rows import read_rows
+from efla.runs.folder import RunFolder
+from efla.runs.provenance import git_commit, machine, versions
+from efla.runs.records import Record
+from efla.runs.rows import read_rows
 
 EXPERIMENT = "evaluation-length"
 CORPORA = ("novels", "enwik8", "shakespeare", "python-docs")

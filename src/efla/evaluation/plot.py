@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from efla.experiments.framework.records import Record, number
-from efla.experiments.style import ARMS, RULES, figure_style, save
+from efla.runs.records import Record, number
+from efla.runs.style import ARMS, RULES, figure_style, save
 
 _OWN = {**{rule: rule for rule in RULES}, "softmax": "attention", "mamba2": "mamba2"}
 # Colours for the rest: other people's models, a second one of a mixer.

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from efla.experiments.framework.records import dumps
-from efla.experiments.framework.rows import write_atomically
+from efla.runs.records import dumps
+from efla.runs.rows import write_atomically
 
 
 class ResponseLog:

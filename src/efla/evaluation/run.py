@@ -23,10 +23,10 @@ from efla.evaluation.progress import Display, Stopwatch
 from efla.evaluation.responses import ResponseLog, remove_responses
 from efla.evaluation.scorer import Scorer
 from efla.evaluation.tasks import wikitext
-from efla.experiments.framework.folder import RunFolder
-from efla.experiments.framework.provenance import git_commit, machine, versions
-from efla.experiments.framework.records import Record, dumps
-from efla.experiments.framework.rows import write_atomically
+from efla.runs.folder import RunFolder
+from efla.runs.provenance import git_commit, machine, versions
+from efla.runs.records import Record, dumps
+from efla.runs.rows import write_atomically
 
 EXPERIMENT = "evaluation"
 

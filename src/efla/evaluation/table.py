@@ -16,7 +16,7 @@ from efla.evaluation.columns import (
     mean_accuracy,
     paper_rows,
 )
-from efla.experiments.framework.records import Record, number
+from efla.runs.records import Record, number
 
 PAPER_SIZES = ("none", "340M", "1.3B", "both")
 

@@ -6,7 +6,7 @@ import importlib
 from typing import Any, cast
 
 from efla.errors import unknown_name
-from efla.experiments.framework.experiment import Experiment
+from efla.experiments.experiment import Experiment
 
 __all__ = ["get", "names"]
 

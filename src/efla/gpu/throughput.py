@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import efla
-from efla.bench.timing import Contender, compare
+from efla.runs.timing import Contender, compare
 
 RULES = ("delta", "efla", "gated_delta", "gated_efla", "ssd")
 WIDTHS = (64, 128, 256)

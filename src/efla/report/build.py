@@ -11,14 +11,14 @@ from typing import Any
 
 import efla
 from efla.errors import unknown_name
-from efla.experiments.framework.folder import CONFIG, read_config
-from efla.experiments.framework.rows import ROWS, parse, write_atomically
-from efla.experiments.framework.statistics import grouped
-from efla.experiments.style import ARMS, RULES
 from efla.report import evaluation, exactness, front, lm, mad, smnist, throughput
-from efla.report.bars import draw
-from efla.report.chart import swatch
-from efla.report.sections import Section
+from efla.runs.bars import draw
+from efla.runs.chart import swatch
+from efla.runs.folder import CONFIG, read_config
+from efla.runs.rows import ROWS, parse, write_atomically
+from efla.runs.sections import Section
+from efla.runs.statistics import grouped
+from efla.runs.style import ARMS, RULES
 
 _SECTIONS = {
     "exactness": exactness.sections,

@@ -9,10 +9,9 @@ from dataclasses import replace
 from efla.evaluation.columns import COLUMNS, EXTRA_COLUMNS
 from efla.evaluation.plot import line_keys, style
 from efla.evaluation.table import Cell, ResultTable, result_table
-from efla.experiments.framework.experiment import Record
-from efla.experiments.framework.records import number
-from efla.report.chart import Chart, Point, Series
-from efla.report.sections import Figure, Section, Table, budget, settings_table
+from efla.runs.chart import Chart, Point, Series
+from efla.runs.records import Record, number
+from efla.runs.sections import Figure, Section, Table, budget, settings_table
 
 _LATE = 256
 """After this position a model of text knows what it is reading; a second chart looks closer there."""

@@ -7,11 +7,10 @@ from collections.abc import Sequence
 
 from efla.experiments.exactness.claims import claims
 from efla.experiments.exactness.plot import by_study, table
-from efla.experiments.framework.experiment import Record
-from efla.experiments.framework.records import number
-from efla.experiments.style import RULES
-from efla.report.chart import Chart, Point, Series, tidy
-from efla.report.sections import Figure, Section, Table, budget, settings_table
+from efla.runs.chart import Chart, Point, Series, tidy
+from efla.runs.records import Record, number
+from efla.runs.sections import Figure, Section, Table, budget, settings_table
+from efla.runs.style import RULES
 
 _UNGATED = ("delta", "rk2", "rk4", "implicit_euler", "crank_nicolson", "efla")
 

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from html import escape
 from typing import NamedTuple
 
-from efla.experiments.framework.statistics import NOT_JUDGED, NOT_SEEN, REVERSED, SEEN, Claim, grouped
-from efla.report.sections import Section
+from efla.runs.sections import Section
+from efla.runs.statistics import NOT_JUDGED, NOT_SEEN, REVERSED, SEEN, Claim, grouped
 
 VERDICTS = (SEEN, NOT_SEEN, REVERSED, NOT_JUDGED)
 # Where the paper makes each claim, by the section's key and the claim's letter.

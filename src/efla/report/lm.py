@@ -6,15 +6,14 @@ import math
 from collections.abc import Sequence
 
 from efla.evaluation.columns import COLUMNS, PRINTED_AVERAGES, mean_accuracy, paper_rows
-from efla.experiments.framework.experiment import Record
-from efla.experiments.framework.records import number
-from efla.experiments.framework.statistics import Spread
 from efla.experiments.lm import claims as lm_claims
 from efla.experiments.lm import select
 from efla.experiments.lm.config import CONTROLS, PAIR
-from efla.experiments.style import ARMS
-from efla.report.chart import Chart, Series, tidy
-from efla.report.sections import Figure, Section, Table, budget, points, settings_table
+from efla.runs.chart import Chart, Series, tidy
+from efla.runs.records import Record, number
+from efla.runs.sections import Figure, Section, Table, budget, points, settings_table
+from efla.runs.statistics import Spread
+from efla.runs.style import ARMS
 
 _NOTE = "Mean over seeds; the band is ± one standard deviation (no band: one seed)."
 

@@ -6,18 +6,17 @@ import math
 from collections.abc import Sequence
 
 from efla.data.mad.dataset import OVERLAP_WARNING
-from efla.experiments.framework.experiment import Record
-from efla.experiments.framework.records import number
-from efla.experiments.framework.statistics import Spread
 from efla.experiments.mad import claims as mad_claims
 from efla.experiments.mad import select
 from efla.experiments.mad.config import TASK_ORDER
 from efla.experiments.mad.plot import TITLES
 from efla.experiments.mad.published import PAPER, PUBLISHED, comparability, follows_the_reference
-from efla.experiments.style import ARMS
-from efla.report.bars import Bars, BarSeries
-from efla.report.chart import Chart, Point, Series
-from efla.report.sections import Figure, Section, Table, budget, points, settings_table
+from efla.runs.bars import Bars, BarSeries
+from efla.runs.chart import Chart, Point, Series
+from efla.runs.records import Record, number
+from efla.runs.sections import Figure, Section, Table, budget, points, settings_table
+from efla.runs.statistics import Spread
+from efla.runs.style import ARMS
 
 
 def sections(rows: Sequence[Record], source: str) -> list[Section]:

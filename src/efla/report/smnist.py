@@ -5,9 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from efla.experiments.framework.experiment import Record
-from efla.experiments.framework.records import number
-from efla.experiments.framework.statistics import Spread
 from efla.experiments.lr_robustness import claims as lr_claims
 from efla.experiments.lr_robustness.plot import accuracy_floor
 from efla.experiments.smnist_robustness import claims as smnist_claims
@@ -16,9 +13,11 @@ from efla.experiments.smnist_robustness.config import MAIN_ARMS
 from efla.experiments.smnist_robustness.plot import PANELS
 from efla.experiments.smnist_robustness.select import Setting
 from efla.experiments.smnist_robustness.train import CHANCE_LOSS
-from efla.experiments.style import ARMS
-from efla.report.chart import Chart, Series, tidy
-from efla.report.sections import Figure, Section, Table, budget, points, settings_table
+from efla.runs.chart import Chart, Series, tidy
+from efla.runs.records import Record, number
+from efla.runs.sections import Figure, Section, Table, budget, points, settings_table
+from efla.runs.statistics import Spread
+from efla.runs.style import ARMS
 
 _NOTE = "Mean over seeds; the band is ± one standard deviation (no band: one seed)."
 

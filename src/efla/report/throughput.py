@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from efla.experiments.framework.experiment import Record
-from efla.experiments.style import ARMS
 from efla.experiments.throughput import claims as throughput_claims
 from efla.experiments.throughput import select
 from efla.experiments.throughput.config import PAIRS
 from efla.experiments.throughput.select import Quartiles
-from efla.report.bars import Bars, BarSeries
-from efla.report.chart import Chart, Point, Series
-from efla.report.sections import Figure, Section, Table, budget, settings_table
+from efla.runs.bars import Bars, BarSeries
+from efla.runs.chart import Chart, Point, Series
+from efla.runs.records import Record
+from efla.runs.sections import Figure, Section, Table, budget, settings_table
+from efla.runs.style import ARMS
 
 
 def sections(rows: Sequence[Record], source: str) -> list[Section]:

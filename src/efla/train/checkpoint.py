@@ -34,8 +34,8 @@ from torch.distributed.checkpoint.state_dict_saver import async_save, save
 from torch.distributed.tensor import DTensor
 
 from efla.data.text.shards import checksum
-from efla.experiments.framework.records import Record
-from efla.experiments.framework.rows import write_atomically
+from efla.runs.records import Record
+from efla.runs.rows import write_atomically
 from efla.train.engine import Engine, unwrap
 from efla.train.output import explain_write
 

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from efla.data.text.sampling import Order
 from efla.errors import unknown_name
-from efla.experiments.framework.records import Record, to_record
 from efla.models import presets
+from efla.runs.records import Record, to_record
 from efla.train.engine import Strategy
 from efla.train.schedule import WarmupCosine
 

@@ -15,8 +15,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from efla.experiments.framework.records import Record, dumps
-from efla.experiments.framework.rows import write_atomically
+from efla.runs.records import Record, dumps
+from efla.runs.rows import write_atomically
 from efla.train.output import explain_write
 
 METRICS = "metrics.jsonl"

@@ -15,10 +15,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, Any
 
-from efla.experiments.framework import provenance
-from efla.experiments.framework.lock import LOCK, take
-from efla.experiments.framework.records import Record, dumps
-from efla.experiments.framework.rows import write_atomically
+from efla.runs import provenance
+from efla.runs.lock import LOCK, take
+from efla.runs.records import Record, dumps
+from efla.runs.rows import write_atomically
 from efla.train.config import TrainConfig
 
 CONFIG = "config.json"

@@ -6,7 +6,7 @@ import math
 import sys
 from pathlib import Path
 
-from efla.experiments.style import figure_style
+from efla.runs.style import figure_style
 from efla.train.metrics import read_metrics
 
 _POINTS = 400

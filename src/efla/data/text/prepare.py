@@ -26,8 +26,8 @@ from numpy.typing import NDArray
 from efla.data.text import hub, readers
 from efla.data.text.shards import INDEX, Index, Shard, is_prepared, read_index
 from efla.data.text.tokenizers import TextTokenizer, load_tokenizer, token_type
-from efla.experiments.framework.lock import take
-from efla.experiments.framework.rows import write_atomically
+from efla.runs.lock import take
+from efla.runs.rows import write_atomically
 
 PROGRESS = "progress.json"
 SOURCE_BYTES = "source_bytes"

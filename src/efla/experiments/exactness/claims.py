@@ -6,9 +6,8 @@ import math
 from collections.abc import Sequence
 
 from efla.experiments.exactness.plot import by_study, table
-from efla.experiments.framework.experiment import Record
-from efla.experiments.framework.records import number
-from efla.experiments.framework.statistics import NOT_SEEN, SEEN, Claim
+from efla.runs.records import Record, number
+from efla.runs.statistics import NOT_SEEN, SEEN, Claim
 
 ROUNDING = 1e-12
 """Relative error below which a float64 step counts as exact."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from efla.errors import unknown_name
-from efla.experiments.framework.records import GRID
+from efla.runs.records import GRID
 
 # The rules that discretise a delta-rule flow, in the order of the legend. (`linear` and `ssd` erase nothing.)
 RULES = (

@@ -8,10 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from efla.experiments.exactness.config import RULES
-from efla.experiments.framework.experiment import Record
-from efla.experiments.framework.records import number
-from efla.experiments.style import RULES as LINES
-from efla.experiments.style import figure_style, save
+from efla.runs.records import Record, number
+from efla.runs.style import RULES as LINES
+from efla.runs.style import figure_style, save
 
 _UNGATED = RULES[:6]
 

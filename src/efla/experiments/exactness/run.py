@@ -12,7 +12,8 @@ from torch import Tensor
 from efla import rules
 from efla.experiments.exactness.config import STUDIES, ExactnessConfig
 from efla.experiments.exactness.flow import by_matrix_exponential, in_closed_form, step
-from efla.experiments.framework.experiment import Cell, Experiment, Record, Report
+from efla.experiments.experiment import Cell, Experiment, Report
+from efla.runs.records import Record
 
 _FIT = (1e-3, 1e-1)
 """Steps from which an order is measured: small enough for the leading term, large enough for float64."""

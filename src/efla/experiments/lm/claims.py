@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from efla.experiments.framework.experiment import Record
-from efla.experiments.framework.statistics import NOT_JUDGED, Claim, Spread, claims_text, compare, effect
 from efla.experiments.lm import select
 from efla.experiments.lm.config import PAIR
 from efla.experiments.lm.select import METRICS
+from efla.runs.records import Record
+from efla.runs.statistics import NOT_JUDGED, Claim, Spread, claims_text, compare, effect
 
 COMPARABILITY = (
     "These models have 200 to 800 times fewer parameters than the paper's 340M, saw a thousandth of the tokens or less, and "

@@ -7,8 +7,8 @@ from typing import Literal, NamedTuple
 
 from efla.data.text import corpora
 from efla.errors import unknown_name
-from efla.experiments.framework.records import GRID
 from efla.models import presets
+from efla.runs.records import GRID
 
 PAIR = ("delta-l2", "exact-flow")
 GATED_PAIR = ("gated-delta", "gated-exact-flow")

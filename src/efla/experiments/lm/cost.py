@@ -6,10 +6,9 @@ import json
 import time
 from pathlib import Path
 
-from efla.experiments.framework.experiment import Record
-from efla.experiments.framework.memory import PeakMemory
-from efla.experiments.framework.records import dumps
-from efla.experiments.framework.rows import write_atomically
+from efla.runs.memory import PeakMemory
+from efla.runs.records import Record, dumps
+from efla.runs.rows import write_atomically
 
 
 class Cost:

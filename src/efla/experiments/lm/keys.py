@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from efla.experiments.framework.experiment import Record
 from efla.layers import LinearAttention
+from efla.runs.records import Record
 from efla.scans.keys import l2_normalize
 
 QUANTILES = (0.5, 0.99, 1.0)

@@ -14,13 +14,13 @@ from efla.data.text.streams import consecutive_rows
 from efla.evaluation import ByteTokenizer, Scorer, bits_by_position, even_buckets, lambada, multiple_choice, wikitext
 from efla.evaluation.columns import ACCURACIES
 from efla.evaluation.local_data import records
-from efla.experiments.framework.experiment import Record, Report
-from efla.experiments.framework.records import dumps
-from efla.experiments.framework.rows import write_atomically
+from efla.experiments.experiment import Report
 from efla.experiments.lm.config import RAW_KEYS, RECURRENT, LmConfig
 from efla.experiments.lm.cost import Cost
 from efla.experiments.lm.keys import QUANTILES, key_energies
 from efla.experiments.lm.train import TRAINING_SHARE
+from efla.runs.records import Record, dumps
+from efla.runs.rows import write_atomically
 from efla.train.engine import Engine
 from efla.train.validation import Validation, validate
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from efla.evaluation import local_data
-from efla.experiments.framework.groups import part_of
+from efla.experiments.groups import part_of
 from efla.experiments.lm.config import Group, LmConfig, Profile, profile
 
 

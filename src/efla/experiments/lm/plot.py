@@ -7,12 +7,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from efla.experiments.framework.experiment import Record
-from efla.experiments.framework.records import number
-from efla.experiments.framework.statistics import Spread
 from efla.experiments.lm import select
 from efla.experiments.lm.config import CONTROLS
-from efla.experiments.style import ARMS, figure_style, save
+from efla.runs.records import Record, number
+from efla.runs.statistics import Spread
+from efla.runs.style import ARMS, figure_style, save
 
 _TALL = 50.0
 """Step sizes beyond this are drawn on a logarithmic axis."""

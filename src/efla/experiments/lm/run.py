@@ -12,12 +12,13 @@ import torch
 
 from efla.data.text import corpora
 from efla.evaluation.local_data import SOURCES, find
-from efla.experiments.framework.experiment import Cell, Experiment, Record, Report
-from efla.experiments.framework.provenance import backend_used
+from efla.experiments.experiment import Cell, Experiment, Report
 from efla.experiments.lm.config import LmConfig
 from efla.experiments.lm.cost import Cost
 from efla.experiments.lm.measure import Subject, measure
 from efla.experiments.lm.train import build, summary, train
+from efla.runs.provenance import backend_used
+from efla.runs.records import Record
 
 IN_PROGRESS = "in-progress"
 

@@ -8,10 +8,9 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from efla.evaluation.columns import COLUMNS
-from efla.experiments.framework.experiment import Record
-from efla.experiments.framework.records import number
-from efla.experiments.framework.statistics import Spread, spread
 from efla.experiments.lm.config import ARM_ORDER, PEAK_RATE
+from efla.runs.records import Record, number
+from efla.runs.statistics import Spread, spread
 
 
 class Metric(NamedTuple):

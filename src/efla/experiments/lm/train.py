@@ -15,11 +15,12 @@ from efla import EflaForCausalLM
 from efla.data.text.corpora import Corpus
 from efla.data.text.sampling import RowSampler
 from efla.data.text.streams import consecutive_rows
-from efla.experiments.framework.experiment import Record, Report
+from efla.experiments.experiment import Report
 from efla.experiments.lm.config import RAW_KEYS, LmConfig
 from efla.experiments.lm.cost import Cost
 from efla.experiments.lm.keys import key_energies
 from efla.models import presets
+from efla.runs.records import Record
 from efla.train.checkpoint import Checkpoints
 from efla.train.engine import Engine
 from efla.train.optimizer import build_optimizer

@@ -5,8 +5,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
-from efla.experiments.framework.experiment import Record
-from efla.experiments.framework.statistics import (
+from efla.experiments.smnist_robustness import select
+from efla.experiments.smnist_robustness.claims import PAIRS
+from efla.experiments.smnist_robustness.select import Setting
+from efla.runs.records import Record
+from efla.runs.statistics import (
     NOT_JUDGED,
     NOT_SEEN,
     REVERSED,
@@ -17,9 +20,6 @@ from efla.experiments.framework.statistics import (
     compare,
     effect,
 )
-from efla.experiments.smnist_robustness import select
-from efla.experiments.smnist_robustness.claims import PAIRS
-from efla.experiments.smnist_robustness.select import Setting
 
 _SMALLEST, _LARGE, _LARGEST = 1e-4, 3e-3, 1e-2
 

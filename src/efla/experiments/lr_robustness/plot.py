@@ -6,13 +6,13 @@ import math
 from collections.abc import Sequence
 from pathlib import Path
 
-from efla.experiments.framework.experiment import Record
 from efla.experiments.smnist_robustness import select
 from efla.experiments.smnist_robustness.config import MAIN_ARMS
 from efla.experiments.smnist_robustness.plot import band
 from efla.experiments.smnist_robustness.select import Setting
 from efla.experiments.smnist_robustness.train import CHANCE_LOSS
-from efla.experiments.style import ARMS, figure_style, save
+from efla.runs.records import Record
+from efla.runs.style import ARMS, figure_style, save
 
 
 def accuracy_floor(rows: Sequence[Record]) -> float:

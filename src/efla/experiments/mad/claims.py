@@ -5,8 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from efla.experiments.framework.experiment import Record
-from efla.experiments.framework.statistics import (
+from efla.experiments.mad import select
+from efla.experiments.mad.config import TASK_ORDER
+from efla.experiments.mad.published import PAPER, comparability, follows_the_reference
+from efla.runs.records import Record
+from efla.runs.statistics import (
     NOT_JUDGED,
     NOT_SEEN,
     REVERSED,
@@ -18,9 +21,6 @@ from efla.experiments.framework.statistics import (
     effect,
     spread,
 )
-from efla.experiments.mad import select
-from efla.experiments.mad.config import TASK_ORDER
-from efla.experiments.mad.published import PAPER, comparability, follows_the_reference
 
 PAIRS = {
     "delta-l2": "exact-flow against delta-l2 (DeltaNet as in flash-linear-attention; rule and key norm differ)",

@@ -7,7 +7,7 @@ from typing import Literal, NamedTuple
 
 from efla.data.mad import SEED, TASKS, Setting, baseline, changed, sweep
 from efla.errors import unknown_name
-from efla.experiments.framework.records import GRID
+from efla.runs.records import GRID
 
 
 class Arm(NamedTuple):

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from efla.experiments.framework.experiment import Record
 from efla.experiments.mad.model import targets_of
+from efla.runs.records import Record
 
 BATCH = 128
 

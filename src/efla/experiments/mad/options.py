@@ -8,7 +8,7 @@ from typing import Any, Literal
 import torch
 
 from efla.errors import unknown_name
-from efla.experiments.framework.groups import part_of
+from efla.experiments.groups import part_of
 from efla.experiments.mad.config import Group, MadConfig, Profile, profile, settings_of
 
 

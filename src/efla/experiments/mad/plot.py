@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from efla.experiments.framework.experiment import Record
 from efla.experiments.mad import select
-from efla.experiments.style import ARMS, figure_style, save
+from efla.runs.records import Record
+from efla.runs.style import ARMS, figure_style, save
 
 TITLES = {
     "memorization": "Memorize",

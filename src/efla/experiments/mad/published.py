@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from efla.experiments.framework.experiment import Record
-from efla.experiments.framework.records import to_record
 from efla.experiments.mad import select
 from efla.experiments.mad.config import profile
+from efla.runs.records import Record, to_record
 
 
 class Published(NamedTuple):

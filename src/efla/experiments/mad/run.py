@@ -9,11 +9,12 @@ import torch
 
 from efla.data import mad
 from efla.data.mad import MadData, Setting
-from efla.experiments.framework.experiment import Cell, Experiment, Record, Report
-from efla.experiments.framework.provenance import backend_used
+from efla.experiments.experiment import Cell, Experiment, Report
 from efla.experiments.mad.config import ARMS, MadConfig
 from efla.experiments.mad.model import build, parameter_count
 from efla.experiments.mad.train import summary, train
+from efla.runs.provenance import backend_used
+from efla.runs.records import Record
 
 
 class Mad(Experiment[MadConfig]):

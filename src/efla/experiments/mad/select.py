@@ -6,11 +6,10 @@ import math
 from collections.abc import Sequence
 
 from efla.data.mad import SEED
-from efla.experiments.framework.experiment import Record
-from efla.experiments.framework.records import number
-from efla.experiments.framework.statistics import Spread, spread
 from efla.experiments.mad.config import ARMS, TASK_ORDER
 from efla.experiments.mad.config import settings_of as profile_settings
+from efla.runs.records import Record, number
+from efla.runs.statistics import Spread, spread
 
 METRICS = {
     "reference_accuracy": "reference accuracy, checkpoint with the lowest test perplexity",

@@ -10,7 +10,7 @@ import torch
 
 from efla.data import mad
 from efla.data.mad import Setting
-from efla.experiments.framework.experiment import Cell
+from efla.experiments.experiment import Cell
 from efla.experiments.mad.config import ARMS, MadConfig
 from efla.experiments.mad.model import build, loss_of
 from efla.experiments.mad.train import autocast

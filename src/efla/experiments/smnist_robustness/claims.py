@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
-from efla.experiments.framework.experiment import Record
-from efla.experiments.framework.statistics import (
+from efla.experiments.smnist_robustness import select
+from efla.experiments.smnist_robustness.select import Setting
+from efla.runs.records import Record
+from efla.runs.statistics import (
     NOT_JUDGED,
     NOT_SEEN,
     REVERSED,
@@ -16,8 +18,6 @@ from efla.experiments.framework.statistics import (
     compare,
     effect,
 )
-from efla.experiments.smnist_robustness import select
-from efla.experiments.smnist_robustness.select import Setting
 
 PAIRS = {
     "delta-raw": "exact-flow against delta-raw (the paper's argument: the rule alone differs)",

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, get_args
 
 from efla.errors import unknown_name
-from efla.experiments.framework.records import GRID
+from efla.runs.records import GRID
 
 
 class Arm(NamedTuple):

@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from efla.experiments.framework.experiment import Record
-from efla.experiments.framework.statistics import Spread
 from efla.experiments.smnist_robustness import select
 from efla.experiments.smnist_robustness.config import MAIN_ARMS
 from efla.experiments.smnist_robustness.select import Setting
-from efla.experiments.style import ARMS, figure_style, save
+from efla.runs.records import Record
+from efla.runs.statistics import Spread
+from efla.runs.style import ARMS, figure_style, save
 
 PANELS = {
     "scale": "intensity multiplied by",

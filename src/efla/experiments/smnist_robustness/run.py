@@ -7,12 +7,13 @@ from functools import cache
 import torch
 
 from efla.data import smnist
-from efla.experiments.framework.experiment import Cell, Experiment, Record, Report
-from efla.experiments.framework.provenance import backend_used
+from efla.experiments.experiment import Cell, Experiment, Report
 from efla.experiments.smnist_robustness.config import SmnistConfig
 from efla.experiments.smnist_robustness.model import AuthorsClassifier, Model, build, parameter_count
 from efla.experiments.smnist_robustness.perturb import perturb
 from efla.experiments.smnist_robustness.train import Data, Score, evaluate, step_distribution, summary, train
+from efla.runs.provenance import backend_used
+from efla.runs.records import Record
 
 
 class SmnistRobustness(Experiment[SmnistConfig]):

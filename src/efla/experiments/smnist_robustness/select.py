@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from efla.experiments.framework.experiment import Record
-from efla.experiments.framework.records import number
-from efla.experiments.framework.statistics import Spread, level_mean, spread
 from efla.experiments.smnist_robustness.config import ARMS
+from efla.runs.records import Record, number
+from efla.runs.statistics import Spread, level_mean, spread
 
 
 class Setting(NamedTuple):

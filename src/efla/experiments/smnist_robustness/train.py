@@ -15,9 +15,10 @@ from torch import Tensor
 from torch.nn import functional
 
 from efla.data.smnist import Mnist, sequences
-from efla.experiments.framework.experiment import Record, Report
+from efla.experiments.experiment import Report
 from efla.experiments.smnist_robustness.config import SmnistConfig
 from efla.experiments.smnist_robustness.model import AuthorsClassifier, Model, parameter_groups
+from efla.runs.records import Record
 
 _EVAL_BATCH = 250
 CHANCE_LOSS = math.log(10)

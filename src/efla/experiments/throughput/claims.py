@@ -5,10 +5,10 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 
-from efla.experiments.framework.experiment import Record
-from efla.experiments.framework.statistics import NOT_JUDGED, NOT_SEEN, SEEN, Claim, claims_text
 from efla.experiments.throughput import select
 from efla.experiments.throughput.config import PAIRS
+from efla.runs.records import Record
+from efla.runs.statistics import NOT_JUDGED, NOT_SEEN, SEEN, Claim, claims_text
 
 NEAR = 0.05
 """What we take "nearly identical" to mean, which the paper does not say: a median ratio within 5 % of 1."""

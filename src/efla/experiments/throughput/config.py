@@ -6,9 +6,9 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from efla.errors import unknown_name
-from efla.experiments.framework.records import GRID
 from efla.experiments.lm.config import ARM_ORDER
 from efla.models import presets
+from efla.runs.records import GRID
 
 if TYPE_CHECKING:
     from efla.models.configuration_efla import EflaConfig

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from efla.experiments.framework.experiment import Record
-from efla.experiments.style import ARMS, figure_style, save
 from efla.experiments.throughput import select
 from efla.experiments.throughput.claims import NEAR
 from efla.experiments.throughput.config import PAIRS
+from efla.runs.records import Record
+from efla.runs.style import ARMS, figure_style, save
 
 
 def plot(rows: Sequence[Record], folder: Path) -> list[Path]:

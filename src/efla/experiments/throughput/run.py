@@ -8,11 +8,12 @@ from typing import Any
 import torch
 
 from efla import EflaForCausalLM
-from efla.bench.timing import Contender, samples_in_turn
-from efla.experiments.framework.experiment import Cell, Experiment, Record, Report
-from efla.experiments.framework.memory import PeakMemory
+from efla.experiments.experiment import Cell, Experiment, Report
 from efla.experiments.throughput.config import Setting, ThroughputConfig
 from efla.models.accounting import flops_per_token
+from efla.runs.memory import PeakMemory
+from efla.runs.records import Record
+from efla.runs.timing import Contender, samples_in_turn
 from efla.train.engine import Engine
 from efla.train.optimizer import build_optimizer
 from efla.train.step import train_step

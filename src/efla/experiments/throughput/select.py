@@ -6,8 +6,8 @@ import statistics
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from efla.experiments.framework.experiment import Record
 from efla.experiments.lm.config import ARM_ORDER
+from efla.runs.records import Record
 
 
 class Quartiles(NamedTuple):

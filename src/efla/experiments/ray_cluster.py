@@ -7,10 +7,10 @@ import traceback
 from collections.abc import Sequence
 from typing import Any
 
-from efla.experiments.framework.execute import Event, execute
-from efla.experiments.framework.experiment import Cell, Experiment, Record
-from efla.experiments.framework.processes import Emit
-from efla.experiments.framework.records import from_record, to_record
+from efla.experiments.execute import Event, execute
+from efla.experiments.experiment import Cell, Experiment
+from efla.experiments.processes import Emit
+from efla.runs.records import Record, from_record, to_record
 
 
 def run_on_ray(experiment: Experiment[Any], cells: Sequence[Cell], workers: int, threads: int, emit: Emit) -> None:

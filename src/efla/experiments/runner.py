@@ -10,12 +10,12 @@ from typing import Any
 from rich.console import Console
 
 from efla.errors import unknown_name
-from efla.experiments.framework.display import Display, clock
-from efla.experiments.framework.execute import Event
-from efla.experiments.framework.experiment import Cell, Experiment
-from efla.experiments.framework.folder import RunFolder
-from efla.experiments.framework.processes import Emit, run_in_processes, run_inline
-from efla.experiments.framework.ray_cluster import run_on_ray
+from efla.experiments.display import Display, clock
+from efla.experiments.execute import Event
+from efla.experiments.experiment import Cell, Experiment
+from efla.experiments.processes import Emit, run_in_processes, run_inline
+from efla.experiments.ray_cluster import run_on_ray
+from efla.runs.folder import RunFolder
 
 EXECUTORS = ("inline", "process", "ray")
 

@@ -8,9 +8,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, Any
 
-from efla.experiments.framework.lock import take
-from efla.experiments.framework.records import Record, dumps
-from efla.experiments.framework.rows import ROWS, append_rows, parse, repair, write_atomically
+from efla.runs.lock import take
+from efla.runs.records import Record, dumps
+from efla.runs.rows import ROWS, append_rows, parse, repair, write_atomically
 
 CONFIG = "config.json"
 _FORMAT = 1

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from efla.experiments.framework.records import Record, dumps
+from efla.runs.records import Record, dumps
 
 ROWS = "rows.jsonl"
 DAMAGED = "rows.damaged.jsonl"

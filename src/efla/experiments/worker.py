@@ -1,6 +1,6 @@
 """A worker process: cells come in as JSON lines, progress and rows go out as JSON lines. It ends when its parent does.
 
-Started as ``python -m efla.experiments.framework.worker`` by :mod:`efla.experiments.framework.processes`.
+Started as ``python -m efla.experiments.worker`` by :mod:`efla.experiments.processes`.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ import traceback
 from typing import IO
 
 from efla import experiments
-from efla.experiments.framework.execute import execute
-from efla.experiments.framework.experiment import Cell
-from efla.experiments.framework.records import Record, dumps, from_record
+from efla.experiments.execute import execute
+from efla.experiments.experiment import Cell
 from efla.native import keep_freed_memory
+from efla.runs.records import Record, dumps, from_record
 
 _SECONDS_BETWEEN_REPORTS = 0.2
 

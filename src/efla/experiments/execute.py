@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 import torch
 
-from efla.experiments.framework import provenance
-from efla.experiments.framework.experiment import Cell, Experiment, Report
-from efla.experiments.framework.records import Record
+from efla.experiments.experiment import Cell, Experiment, Report
+from efla.runs import provenance
+from efla.runs.records import Record
 
 VOLATILE = frozenset({"started", "wall_seconds", "timing"})
 """Fields of a row that differ between two runs of the same cell; everything else is reproduced."""

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from html import escape
 
-from efla.report.chart import HEIGHT, WIDTH, Chart, Point, render, tidy
+from efla.runs.chart import HEIGHT, WIDTH, Chart, Point, render, tidy
 
 _LEFT, _RIGHT, _TOP, _BOTTOM = 58, 22, 22, 46
 _NUMBERED = 8

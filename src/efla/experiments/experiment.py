@@ -11,12 +11,12 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, Protocol, TypeVar
 
-from efla.experiments.framework.records import Record, protocol_of
+from efla.runs.records import Record, protocol_of
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-__all__ = ["Cell", "Experiment", "Record", "Report"]
+__all__ = ["Cell", "Experiment", "Report"]
 
 C = TypeVar("C")
 

@@ -12,7 +12,7 @@ import numpy
 import torch
 
 import efla
-from efla.experiments.framework.records import Record
+from efla.runs.records import Record
 from efla.scans.backends import choose_backend
 
 

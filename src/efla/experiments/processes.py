@@ -15,9 +15,9 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import IO, Any
 
-from efla.experiments.framework.execute import Event, execute
-from efla.experiments.framework.experiment import Cell, Experiment, Record, Report
-from efla.experiments.framework.records import dumps, to_record
+from efla.experiments.execute import Event, execute
+from efla.experiments.experiment import Cell, Experiment, Report
+from efla.runs.records import Record, dumps, to_record
 
 Emit = Callable[[Event], None]
 
@@ -89,7 +89,7 @@ class _Worker:
         one = str(threads)
         self._errors: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "efla.experiments.framework.worker"],
+            [sys.executable, "-m", "efla.experiments.worker"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._errors,
