@@ -81,7 +81,7 @@ EXCUSED: dict[tuple[str, str], str] = {
         "efla.evaluation.perplexity.x_why_not_carried",
         "tokens = [1 + 7 * i % (int(model.config.get_text_config().vocab_size) - 1) for i in range(34)]",
     ): "any tokens do",
-    ("efla.evaluation.loading.x__digest", "while piece := stream.read(1 << 22):"): "pieces of any size do",
+    ("efla.models.loading.x__digest", "while piece := stream.read(1 << 22):"): "pieces of any size do",
     (
         "efla.evaluation.likelihood.x__batches",
         "cost, start = [1], [0]  # of the best cut of the first i lengths, and where its last slice starts",

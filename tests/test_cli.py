@@ -9,7 +9,7 @@ import pytest
 
 import efla
 from efla import cli
-from efla.commands import doctor as doctor_module
+from efla.cli import doctor as doctor_module
 
 
 @pytest.mark.parametrize(

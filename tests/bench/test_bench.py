@@ -7,10 +7,11 @@ import json
 import pytest
 
 from efla import cli
-from efla.bench import gate, models, scan, smnist
+from efla.bench import gate, models, scan
 from efla.bench.kernels import PLAIN
 from efla.bench.plot import plot_lengths
-from efla.experiments.smnist_robustness.speed import Stepper
+from efla.experiments.smnist import bench as smnist
+from efla.experiments.smnist.speed import Stepper
 from efla.runs import timing
 from efla.scans.backends import chunked, native
 

@@ -10,8 +10,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from efla.data import smnist
-from efla.data.smnist import choose_source, load, read_idx, sequences
+from efla.experiments.smnist import data as smnist
+from efla.experiments.smnist.data import choose_source, load, read_idx, sequences
 
 NAMES = {
     "train": ("train-images-idx3-ubyte", "train-labels-idx1-ubyte"),

@@ -17,25 +17,17 @@ import torch
 from rich.console import Console
 
 from efla import cli
-from efla.data.text import corpora
-from efla.evaluation import (
-    ByteTokenizer,
-    Request,
-    bits_by_position,
-    doubling_buckets,
-    loading,
-    local_data,
-    long_context,
-    score,
-)
+from efla.data import corpora
+from efla.evaluation import ByteTokenizer, Request, bits_by_position, doubling_buckets, local_data, long_context, score
 from efla.evaluation.columns import PAPER_TASKS
 from efla.evaluation.items import read_items
-from efla.evaluation.loading import load_model, names_of
 from efla.evaluation.long_context import LengthSettings, evaluate_length
 from efla.evaluation.progress import Display
 from efla.evaluation.prompts import count_words, wikitext_text
 from efla.evaluation.recall import adapted, make_batch, recall, usable_tokens
 from efla.evaluation.responses import ResponseLog
+from efla.models import loading
+from efla.models.loading import load_model, names_of
 from efla.runs.rows import read_rows
 from tests.evaluation.models import FAMILIES, data_folder, llama, trained
 from tests.evaluation.small_data import HUB, write_small_data

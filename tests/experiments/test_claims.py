@@ -7,10 +7,9 @@ from collections.abc import Callable
 
 import pytest
 
-from efla.experiments.lr_robustness import claims as lr_claims
-from efla.experiments.smnist_robustness import claims as smnist_claims
-from efla.experiments.smnist_robustness import select
-from efla.experiments.smnist_robustness.config import MAIN_ARMS
+from efla.experiments.smnist import claims as smnist_claims
+from efla.experiments.smnist import lr_claims, select
+from efla.experiments.smnist.config import MAIN_ARMS
 from efla.runs.records import Record
 from efla.runs.statistics import Spread, compare, level_mean, spread
 

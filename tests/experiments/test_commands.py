@@ -9,11 +9,11 @@ import pytest
 import tyro
 
 from efla import experiments
-from efla.commands.report import report
-from efla.commands.reproduce import reproduce
-from efla.data.smnist import choose_source
-from efla.experiments.smnist_robustness.options import Lr, Smnist
-from efla.experiments.smnist_robustness.run import SmnistRobustness
+from efla.cli.report import report
+from efla.cli.reproduce import reproduce
+from efla.experiments.smnist.data import choose_source
+from efla.experiments.smnist.options import Lr, Smnist
+from efla.experiments.smnist.run import SmnistRobustness
 from efla.runs.rows import read_rows
 
 from ..fresh import run_fresh

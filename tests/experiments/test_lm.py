@@ -14,8 +14,8 @@ import torch
 from rich.console import Console
 
 from efla import presets
-from efla.data.text import corpora
-from efla.data.text.sampling import RowSampler
+from efla.data import corpora
+from efla.data.sampling import RowSampler
 from efla.evaluation import stream_bits
 from efla.experiments.execute import stable
 from efla.experiments.lm import claims, cost, select
@@ -195,7 +195,7 @@ def test_a_killed_cell_goes_on_from_its_checkpoint_and_leaves_nothing_behind(tmp
     config = tiny(steps=60, validate_every=30)
     script = f"""
 import os, signal, sys, json; from pathlib import Path
-from efla.data.text.sampling import RowSampler; from efla.experiments.runner import run
+from efla.data.sampling import RowSampler; from efla.experiments.runner import run
 from efla.runs.records import from_record; from efla.experiments.lm.config import LmConfig
 from efla.experiments.lm.run import LanguageModels
 folder, batch = Path(sys.argv[2]), RowSampler.batch

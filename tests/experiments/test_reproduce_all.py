@@ -8,12 +8,12 @@ import pytest
 import tyro
 
 from efla import experiments
-from efla.commands.reproduce import All, reproduce
+from efla.cli.reproduce import All, reproduce
 from efla.experiments.exactness.options import Exactness
 from efla.experiments.exactness.run import Exactness as ExactnessRun
 from efla.experiments.experiment import Cell, Report
 from efla.experiments.lm.options import Lm
-from efla.experiments.smnist_robustness.options import Smnist
+from efla.experiments.smnist.options import Smnist
 from efla.experiments.throughput.options import Throughput
 from efla.runs.records import Record
 

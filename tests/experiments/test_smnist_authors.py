@@ -12,8 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import DataLoader
 
-from efla.data.smnist import Images, Mnist
-from efla.experiments.smnist_robustness.config import (
+from efla.experiments.smnist.config import (
     AUTHORS_ARMS,
     AUTHORS_CHANGES,
     AUTHORS_LEVELS,
@@ -22,9 +21,10 @@ from efla.experiments.smnist_robustness.config import (
     Group,
     profile,
 )
-from efla.experiments.smnist_robustness.model import AuthorsClassifier, build
-from efla.experiments.smnist_robustness.run import SmnistRobustness
-from efla.experiments.smnist_robustness.train import Data, batches, step_distribution, train
+from efla.experiments.smnist.data import Images, Mnist
+from efla.experiments.smnist.model import AuthorsClassifier, build
+from efla.experiments.smnist.run import SmnistRobustness
+from efla.experiments.smnist.train import Data, batches, step_distribution, train
 
 AUTHORS = profile("authors", dataset="idx")
 SMALL = dataclasses.replace(AUTHORS, length=196)
@@ -189,7 +189,7 @@ def test_rows_hold_what_a_paired_comparison_needs(monkeypatch: pytest.MonkeyPatc
     data = Data(x, y, x.numpy(), y, every_third, torch.arange(60))
     described = Images(np.zeros((1, 28, 28), np.uint8), np.zeros(1, np.uint8))
     mnist = Mnist("idx", described, described, "")
-    monkeypatch.setattr("efla.experiments.smnist_robustness.run._data", lambda config: (mnist, data))
+    monkeypatch.setattr("efla.experiments.smnist.run._data", lambda config: (mnist, data))
     config = dataclasses.replace(
         SMALL, steps=12, batch=8, dropout_levels=(0, 1), scale_levels=(1, 10), noise_levels=(0, 0.5)
     )

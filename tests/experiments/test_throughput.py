@@ -10,7 +10,7 @@ import torch
 import tyro
 from rich.console import Console
 
-from efla.commands.reproduce import reproduce
+from efla.cli.reproduce import reproduce
 from efla.experiments.runner import run
 from efla.experiments.throughput import claims, select
 from efla.experiments.throughput.config import Setting, ThroughputConfig, settings_of
@@ -142,7 +142,7 @@ def test_a_gpu_that_is_not_there_is_a_clear_error() -> None:
 
 
 def test_the_command_runs_one_cell_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import efla.commands.reproduce as module
+    import efla.cli.reproduce as module
 
     asked: dict[str, Any] = {}
     monkeypatch.setattr(module, "run", lambda experiment, folder, **kwargs: asked.update(kwargs))

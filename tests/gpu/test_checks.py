@@ -9,14 +9,13 @@ import torch
 from rich.console import Console
 
 from efla import testing
-from efla.cli import main
-from efla.commands import gpu_check
-from efla.gpu import conformance, roofline, throughput
-from efla.gpu.compile_kernels import CompiledKernel
-from efla.gpu.honest import honest_call
-from efla.gpu.resources import Resources, parse_amdgcn, parse_cuobjdump
-from efla.gpu.targets import TARGETS, get_target
-from efla.gpu.traffic import Traffic, total_bytes
+from efla.bench.gpu import conformance, roofline, throughput
+from efla.bench.gpu.compile_kernels import CompiledKernel
+from efla.bench.gpu.honest import honest_call
+from efla.bench.gpu.resources import Resources, parse_amdgcn, parse_cuobjdump
+from efla.bench.gpu.targets import TARGETS, get_target
+from efla.bench.gpu.traffic import Traffic, total_bytes
+from efla.cli import gpu_check, main
 
 KERNEL = CompiledKernel(
     launch=1, target="gfx942", width=256, dtype="bfloat16", operation="chunk_comba", kernel="state_kernel", config="BV 32",

@@ -6,9 +6,9 @@ import importlib.util
 
 import pytest
 
+from efla.bench.gpu.processes import compile_kernels, count_traffic
+from efla.bench.gpu.targets import TARGETS
 from efla.cli import main
-from efla.gpu.processes import compile_kernels, count_traffic
-from efla.gpu.targets import TARGETS
 
 IS_INSTALLED = all(importlib.util.find_spec(name) is not None for name in ("fla", "triton"))
 pytestmark = [

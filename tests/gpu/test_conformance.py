@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import efla
-from efla.gpu.conformance import check_case
+from efla.bench.gpu.conformance import check_case
 from efla.scans.backends.fla import operations
 from efla.testing import KINDS, assert_close, make_inputs, oracle, run
 

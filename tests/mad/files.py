@@ -6,8 +6,8 @@ from pathlib import Path
 
 import numpy as np
 
-from efla.data.mad import MadData
-from efla.data.mad.published import folder_name
+from efla.experiments.mad.published_data import folder_name
+from efla.experiments.mad.tasks import MadData
 
 
 def write_published(folder: Path, data: MadData) -> Path:

@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from efla import cli
-from efla.bench import gate, mad
+from efla.bench import gate
 from efla.bench.kernels import BACKENDS, PLAIN, contenders
+from efla.experiments.mad import bench as mad
 from efla.experiments.mad.config import profile
 from efla.experiments.mad.speed import stepper
 from efla.native import rows

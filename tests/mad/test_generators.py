@@ -11,10 +11,11 @@ import numpy as np
 import pytest
 import torch
 
-from efla.data import mad
-from efla.data.mad import IGNORE, TASKS, Setting, baseline, changed, exact, generate, sweep
-from efla.data.mad.dataset import overlap
-from efla.data.mad.published import folder_name
+from efla.experiments.mad import exact
+from efla.experiments.mad import tasks as mad
+from efla.experiments.mad.dataset import overlap
+from efla.experiments.mad.published_data import folder_name
+from efla.experiments.mad.tasks import IGNORE, TASKS, Setting, baseline, changed, generate, sweep
 
 from .files import write_published
 from .parse import IGN, answerable, motifs
@@ -372,7 +373,7 @@ def test_fast_generation_asks_for_as_many_targets_as_the_reference(
 
 
 def test_motifs_drawn_side_by_side_are_uniform_over_ordered_tuples() -> None:
-    from efla.data.mad.fast import _motifs
+    from efla.experiments.mad.fast import _motifs
 
     size = np.full(42_000, 3)
     found = _motifs(range(2, 9), 3, size, np.random.default_rng(0))

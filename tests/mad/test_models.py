@@ -8,9 +8,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from efla.data.mad import IGNORE, baseline, changed, generate
 from efla.experiments.mad.config import ARMS, TASK_ORDER, MadConfig, profile
 from efla.experiments.mad.model import AutoEncoder, LanguageModel, build, loss_of, mixer, parameter_count, sinusoid
+from efla.experiments.mad.tasks import IGNORE, baseline, changed, generate
 from efla.layers import LinearAttention, SwiGLU
 from efla.layers.blocks import swiglu_width
 

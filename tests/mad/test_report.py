@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from efla.data.mad import changed
 from efla.experiments.mad import select
 from efla.experiments.mad.claims import claims, text_summary
 from efla.experiments.mad.config import HARD, TASK_ORDER, profile
 from efla.experiments.mad.plot import plot
 from efla.experiments.mad.published import PUBLISHED, comparability
+from efla.experiments.mad.tasks import changed
 from efla.runs.records import dumps, to_record
 from efla.runs.rows import append_rows
 
@@ -178,7 +178,7 @@ def test_a_half_finished_run_can_be_summed_up_and_drawn(tmp_path: Path) -> None:
 
 def test_the_report_has_bars_claims_and_the_published_numbers_with_the_sentence(tmp_path: Path) -> None:
     pytest.importorskip("jinja2")
-    from efla.report import build
+    from efla.report.page import build
 
     folder = tmp_path / "run"
     folder.mkdir()

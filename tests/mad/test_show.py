@@ -8,8 +8,8 @@ from dataclasses import replace
 import pytest
 
 from efla import cli
-from efla.commands.mad import instance_lines, kind_of
-from efla.data.mad import TASKS, baseline, generate
+from efla.experiments.mad.show import instance_lines, kind_of
+from efla.experiments.mad.tasks import TASKS, baseline, generate
 
 
 def _numbers(text: str, label: str) -> list[str]:

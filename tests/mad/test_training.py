@@ -12,13 +12,13 @@ from rich.console import Console
 from torch import Tensor, nn
 
 from efla import cli
-from efla.data.mad import Setting, generate
 from efla.experiments.execute import stable
 from efla.experiments.mad.config import Group, MadConfig, profile
 from efla.experiments.mad.metric import Score, evaluate, macro_recall
 from efla.experiments.mad.model import build
 from efla.experiments.mad.options import Mad as MadOptions
 from efla.experiments.mad.run import Mad
+from efla.experiments.mad.tasks import Setting, generate
 from efla.experiments.mad.train import Trained, batches, rate_at, summary, train
 from efla.experiments.runner import run
 from efla.runs.rows import read_rows

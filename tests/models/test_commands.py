@@ -10,9 +10,9 @@ import pytest
 import torch
 import tyro
 
-from efla.commands.convert import convert
-from efla.commands.generate import generate
-from efla.commands.info import info
+from efla.cli.convert import convert
+from efla.cli.generate import generate
+from efla.cli.info import info
 from efla.models.text import ByteCodec, TimedStreamer
 
 from ..fresh import run_fresh

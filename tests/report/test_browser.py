@@ -19,7 +19,7 @@ from rich.console import Console
 from efla.experiments.exactness.config import profile
 from efla.experiments.exactness.run import Exactness
 from efla.experiments.runner import run
-from efla.report import build
+from efla.report.page import build
 
 from ..processes import LAST_RESORT
 from . import test_report

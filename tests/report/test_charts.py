@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from efla.report import build
+from efla.report.page import build
 from efla.runs.bars import Bars, BarSeries, draw
 from efla.runs.chart import Chart, Point, Series
 from efla.runs.rows import append_rows

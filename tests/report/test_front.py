@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from efla import experiments
-from efla.report import build, front
-from efla.report.build import sections_of
+from efla.report import front
+from efla.report.page import build, sections_of
 from efla.runs.rows import append_rows
 from efla.runs.sections import Section
 from efla.runs.statistics import Claim, compare, effect, spread

@@ -11,7 +11,7 @@ from types import ModuleType
 
 import pytest
 
-from efla.report import build
+from efla.report.page import build
 from efla.runs.chart import Chart, Point, Series, render
 from efla.runs.rows import ROWS, append_rows
 

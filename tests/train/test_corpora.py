@@ -8,7 +8,7 @@ import tarfile
 import numpy as np
 import pytest
 
-from efla.data.text import corpora
+from efla.data import corpora
 
 needs_data = pytest.mark.skipif(not os.environ.get("EFLA_DATA"), reason="EFLA_DATA names no folder with the corpora")
 

@@ -17,12 +17,12 @@ import numpy as np
 import pytest
 
 from efla import cli
-from efla.data.text import prepare as preparing
-from efla.data.text import readers
-from efla.data.text.prepare import PrepareConfig, prepare
-from efla.data.text.shards import INDEX, checksum, open_shards
-from efla.data.text.source import open_data, vocabulary_of
-from efla.data.text.tokenizers import ByteTokenizer, load_tokenizer, token_type
+from efla.data import prepare as preparing
+from efla.data import readers
+from efla.data.prepare import PrepareConfig, prepare
+from efla.data.shards import INDEX, checksum, open_shards
+from efla.data.source import open_data, vocabulary_of
+from efla.data.tokenizers import ByteTokenizer, load_tokenizer, token_type
 from efla.runs.lock import take
 
 from ..fresh import run_fresh
@@ -172,7 +172,7 @@ def test_a_kill_at_any_moment_loses_no_shard_and_changes_no_byte(tmp_path):
     code = """
 import os, signal, sys
 from pathlib import Path
-from efla.data.text import prepare as p
+from efla.data import prepare as p
 
 close, count = p._OpenShard.close, 0
 

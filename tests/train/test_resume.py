@@ -17,8 +17,8 @@ import torch
 from rich.console import Console
 
 from efla import interruption
-from efla.data.text import prepare
-from efla.data.text.shards import is_prepared
+from efla.data import prepare
+from efla.data.shards import is_prepared
 from efla.train import checkpoint, loop
 from efla.train.checkpoint import Checkpoints, verify
 from efla.train.engine import Engine

@@ -14,8 +14,8 @@ import torch
 from rich.console import Console
 
 from efla import EflaForCausalLM, cli, presets
-from efla.data.text import corpora
-from efla.data.text.streams import TokenStream
+from efla.data import corpora
+from efla.data.streams import TokenStream
 from efla.train import loop
 from efla.train.metrics import METRICS, read_metrics, rewind
 from efla.train.plot import plot_run

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from efla.data.text.sampling import RowSampler, permute
-from efla.data.text.streams import TokenStream, consecutive_rows, document_borders
+from efla.data.sampling import RowSampler, permute
+from efla.data.streams import TokenStream, consecutive_rows, document_borders
 
 
 def stream(count: int, parts: int = 1) -> TokenStream:

@@ -13,8 +13,8 @@ import torch
 from rich.console import Console
 
 from efla import EflaForCausalLM
-from efla.data.text import corpora
-from efla.data.text.prepare import PrepareConfig, prepare
+from efla.data import corpora
+from efla.data.prepare import PrepareConfig, prepare
 from efla.models import presets
 from efla.models.accounting import flops_per_token
 from efla.runs.timing import Contender, Measurement, compare

@@ -5,12 +5,12 @@ The scorers here need no lm-evaluation-harness; :mod:`efla.evaluation.harness` r
 
 from __future__ import annotations
 
-from efla.evaluation.byte_tokenizer import ByteTokenizer
 from efla.evaluation.likelihood import Request, Score, score
 from efla.evaluation.perplexity import carried_log_likelihoods, rolling_log_likelihoods
 from efla.evaluation.positions import bits_by_position, doubling_buckets, even_buckets, stream_bits
 from efla.evaluation.scorer import Scorer, score_pairs
 from efla.evaluation.tasks import lambada, multiple_choice, wikitext
+from efla.models.tokenizer import ByteTokenizer
 
 __all__ = [
     "ByteTokenizer",

@@ -11,11 +11,11 @@ from typing import Any
 
 from lm_eval.models.huggingface import HFLM
 
-from efla.evaluation.byte_tokenizer import ByteTokenizer
 from efla.evaluation.likelihood import Request, Score, score, shared_length
 from efla.evaluation.perplexity import rolling_windows
 from efla.evaluation.progress import Progress
 from efla.evaluation.responses import ResponseLog
+from efla.models.tokenizer import ByteTokenizer
 
 _AGREEMENT = 1e-3
 """Nats by which the two ways may differ on the first question before a foreign model is scored the plain way."""

@@ -18,8 +18,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from efla.evaluation.states import fork, join, why_not_recurrent
 from efla.models.cache import state_bytes
+from efla.models.states import fork, join, why_not_recurrent
 
 MIN_SHARED = 8
 """Fewer shared tokens than these are not worth a pass of their own."""

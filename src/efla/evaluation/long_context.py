@@ -14,13 +14,13 @@ from numpy.typing import NDArray
 from rich.console import Console
 from rich.table import Table
 
-from efla.evaluation.loading import Loaded, load_model, names_of
 from efla.evaluation.local_data import read_text, records
 from efla.evaluation.positions import bits_by_position, doubling_buckets
 from efla.evaluation.progress import Display, Stopwatch
 from efla.evaluation.prompts import wikitext_text
 from efla.evaluation.recall import adapted, make_batch, recall, usable_tokens
 from efla.evaluation.run import Settings
+from efla.models.loading import Loaded, load_model, names_of
 from efla.runs.folder import RunFolder
 from efla.runs.provenance import git_commit, machine, versions
 from efla.runs.records import Record
@@ -192,7 +192,7 @@ class _Recall:
 
 def _text(given: str | None, data: Path | None) -> tuple[str, str]:
     """The text to read and its name."""
-    from efla.data.text import corpora
+    from efla.data import corpora
 
     if given is None:
         has_novels = data is not None and any(

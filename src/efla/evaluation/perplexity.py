@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from efla.evaluation.likelihood import MAX_LOGITS, Request, score
-from efla.evaluation.states import fork, why_not_recurrent
+from efla.models.states import fork, why_not_recurrent
 
 Done = Callable[[list[tuple[int, Any]]], None]
 

@@ -16,13 +16,13 @@ from efla.evaluation import harness_tasks
 from efla.evaluation.columns import CARRIED
 from efla.evaluation.harness_results import item_records, standard_errors
 from efla.evaluation.items import metric_items, write_items
-from efla.evaluation.loading import Loaded, load_model, names_of
 from efla.evaluation.local_data import SOURCES
 from efla.evaluation.perplexity import why_not_carried
 from efla.evaluation.progress import Display, Stopwatch
 from efla.evaluation.responses import ResponseLog, remove_responses
 from efla.evaluation.scorer import Scorer
 from efla.evaluation.tasks import wikitext
+from efla.models.loading import Loaded, load_model, names_of
 from efla.runs.folder import RunFolder
 from efla.runs.provenance import git_commit, machine, versions
 from efla.runs.records import Record, dumps

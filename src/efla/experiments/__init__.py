@@ -13,11 +13,11 @@ __all__ = ["get", "names"]
 # Name -> (module, class). The module is imported when the experiment is asked for.
 _EXPERIMENTS = {
     "exactness": ("efla.experiments.exactness.run", "Exactness"),
-    "smnist": ("efla.experiments.smnist_robustness.run", "SmnistRobustness"),
+    "smnist": ("efla.experiments.smnist.run", "SmnistRobustness"),
     "mad": ("efla.experiments.mad.run", "Mad"),
     "lm": ("efla.experiments.lm.run", "LanguageModels"),
     "throughput": ("efla.experiments.throughput.run", "Throughput"),
-    "lr": ("efla.experiments.lr_robustness.run", "LearningRateRobustness"),
+    "lr": ("efla.experiments.smnist.run", "LearningRateRobustness"),
 }
 
 

@@ -48,6 +48,9 @@ class Experiment(ABC, Generic[C]):
     """A frozen dataclass of JSON values; fields with metadata ``GRID`` choose cells and may differ within a folder."""
     side_by_side: ClassVar[bool] = True
     """Whether cells may run at the same time; those that measure time may not, and get all cores one after another."""
+    claims_module: ClassVar[str] = "claims"
+    plot_module: ClassVar[str] = "plot"
+    """Modules of the experiment's folder that turn rows into a summary and figures."""
 
     def __init__(self, config: C) -> None:
         self.config = config
@@ -92,14 +95,14 @@ class Experiment(ABC, Generic[C]):
 
     @classmethod
     def plot(cls, rows: Sequence[Record], folder: Path) -> list[Path]:
-        """Draw the figures from rows alone, by ``plot`` in the folder's plot.py; returns the files written."""
-        module = cls._beside("plot")
+        """Draw the figures from rows alone, by ``plot`` in ``plot_module``; returns the files written."""
+        module = cls._beside(cls.plot_module)
         return [] if module is None else list(module.plot(rows, folder))
 
     @classmethod
     def text_summary(cls, rows: Sequence[Record]) -> str:
-        """What a terminal shows at the end, from rows alone (rich markup), by ``text_summary`` in the folder's claims.py."""
-        module = cls._beside("claims")
+        """What a terminal shows at the end, from rows alone (rich markup), by ``text_summary`` in ``claims_module``."""
+        module = cls._beside(cls.claims_module)
         return "" if module is None else str(module.text_summary(rows))
 
     @classmethod

@@ -27,7 +27,7 @@ class MixerState(NamedTuple):
 
 
 class SequenceNeighbours(Protocol):
-    """Ranks that hold the other parts of each sequence; see :mod:`efla.distributed.sequence`."""
+    """Ranks that hold the other parts of each sequence; see :mod:`efla.train.sequence`."""
 
     active: bool
 

@@ -33,7 +33,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import async_save, save
 from torch.distributed.tensor import DTensor
 
-from efla.data.text.shards import checksum
+from efla.data.shards import checksum
 from efla.runs.records import Record
 from efla.runs.rows import write_atomically
 from efla.train.engine import Engine, unwrap

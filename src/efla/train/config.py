@@ -7,7 +7,7 @@ import json
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
-from efla.data.text.sampling import Order
+from efla.data.sampling import Order
 from efla.errors import unknown_name
 from efla.models import presets
 from efla.runs.records import Record, to_record
@@ -247,7 +247,7 @@ def resolve_model(name: str, fields: dict[str, Any]) -> EflaConfig:
     if arm in presets.arms():
         return presets.arm(arm, profile or "quick", **fields)
     if (Path(name) / "config.json").is_file():
-        from efla.commands.info import load_config
+        from efla.cli.info import load_config
 
         values = load_config(name).to_dict()
         return type(load_config(name)).from_dict({**values, **fields})

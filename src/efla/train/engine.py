@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from efla.distributed.sequence import SequenceGroup, split_sequence
+from efla.train.sequence import SequenceGroup, split_sequence
 
 Strategy = Literal["auto", "single", "ddp", "fsdp", "hsdp"]
 STRATEGIES: tuple[Strategy, ...] = ("auto", "single", "ddp", "fsdp", "hsdp")

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from efla.data.text.tokenizers import TextTokenizer
+from efla.data.tokenizers import TextTokenizer
 from efla.train.engine import Engine, unwrap
 from efla.train.output import explain_write
 

@@ -13,9 +13,9 @@ import torch
 from rich.console import Console
 from torch import Tensor, nn
 
-from efla.data.text.sampling import RowSampler
-from efla.data.text.source import TextData, kind_of, open_data, prepared_folder
-from efla.data.text.tokenizers import TextTokenizer, load_tokenizer
+from efla.data.sampling import RowSampler
+from efla.data.source import TextData, kind_of, open_data, prepared_folder
+from efla.data.tokenizers import TextTokenizer, load_tokenizer
 from efla.interruption import Interruption, Stopped
 from efla.train.checkpoint import Checkpoints
 from efla.train.config import TrainConfig

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from efla.data.text.tokenizers import TextTokenizer
+from efla.data.tokenizers import TextTokenizer
 from efla.train.engine import Engine, unwrap
 
 _TEMPERATURE = 0.8

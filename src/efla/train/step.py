@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from efla.data.text.streams import document_borders
+from efla.data.streams import document_borders
 from efla.models.loss import IGNORED
 from efla.train.engine import Engine
 from efla.train.optimizer import set_rate

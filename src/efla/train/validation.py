@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from efla.data.text.streams import TokenStream, consecutive_rows
+from efla.data.streams import TokenStream, consecutive_rows
 from efla.train.engine import Engine
 from efla.train.step import num_labels, row_loss
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
-from efla.data.text import corpora
+from efla.data import corpora
 from efla.errors import unknown_name
 from efla.models import presets
 from efla.runs.records import GRID

@@ -9,8 +9,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from efla.data.text.corpora import Corpus
-from efla.data.text.streams import consecutive_rows
+from efla.data.corpora import Corpus
+from efla.data.streams import consecutive_rows
 from efla.evaluation import ByteTokenizer, Scorer, bits_by_position, even_buckets, lambada, multiple_choice, wikitext
 from efla.evaluation.columns import ACCURACIES
 from efla.evaluation.local_data import records

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from efla.data.text import corpora
+from efla.data import corpora
 from efla.evaluation.local_data import SOURCES, find
 from efla.experiments.experiment import Cell, Experiment, Report
 from efla.experiments.lm.config import LmConfig

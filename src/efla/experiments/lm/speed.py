@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
-from efla.data.text import corpora
+from efla.data import corpora
 from efla.experiments.experiment import Cell
 from efla.experiments.lm.config import LmConfig
 from efla.experiments.lm.measure import CHOICE_TASKS, POSITIONS

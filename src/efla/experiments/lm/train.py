@@ -12,9 +12,9 @@ from typing import Any, cast
 import torch
 
 from efla import EflaForCausalLM
-from efla.data.text.corpora import Corpus
-from efla.data.text.sampling import RowSampler
-from efla.data.text.streams import consecutive_rows
+from efla.data.corpora import Corpus
+from efla.data.sampling import RowSampler
+from efla.data.streams import consecutive_rows
 from efla.experiments.experiment import Report
 from efla.experiments.lm.config import RAW_KEYS, LmConfig
 from efla.experiments.lm.cost import Cost

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Literal, NamedTuple
 
-from efla.data.mad import SEED, TASKS, Setting, baseline, changed, sweep
 from efla.errors import unknown_name
+from efla.experiments.mad.tasks import SEED, TASKS, Setting, baseline, changed, sweep
 from efla.runs.records import GRID
 
 

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from efla import rules
-from efla.data.mad import IGNORE, Setting
 from efla.experiments.mad.config import ARMS, MadConfig
+from efla.experiments.mad.tasks import IGNORE, Setting
 from efla.layers import LinearAttention, Mamba2, RMSNorm, SoftmaxAttention, SwiGLU
 from efla.layers.blocks import swiglu_width
 

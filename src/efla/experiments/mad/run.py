@@ -7,11 +7,11 @@ from functools import lru_cache
 
 import torch
 
-from efla.data import mad
-from efla.data.mad import MadData, Setting
 from efla.experiments.experiment import Cell, Experiment, Report
+from efla.experiments.mad import tasks as mad
 from efla.experiments.mad.config import ARMS, MadConfig
 from efla.experiments.mad.model import build, parameter_count
+from efla.experiments.mad.tasks import MadData, Setting
 from efla.experiments.mad.train import summary, train
 from efla.runs.provenance import backend_used
 from efla.runs.records import Record

@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from efla.data.mad import SEED
 from efla.experiments.mad.config import ARMS, TASK_ORDER
 from efla.experiments.mad.config import settings_of as profile_settings
+from efla.experiments.mad.tasks import SEED
 from efla.runs.records import Record, number
 from efla.runs.statistics import Spread, spread
 

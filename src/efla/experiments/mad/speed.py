@@ -8,11 +8,11 @@ from dataclasses import replace
 
 import torch
 
-from efla.data import mad
-from efla.data.mad import Setting
 from efla.experiments.experiment import Cell
+from efla.experiments.mad import tasks as mad
 from efla.experiments.mad.config import ARMS, MadConfig
 from efla.experiments.mad.model import build, loss_of
+from efla.experiments.mad.tasks import Setting
 from efla.experiments.mad.train import autocast
 
 _TOKENS = 4096

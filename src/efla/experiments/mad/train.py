@@ -12,11 +12,11 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from efla.data.mad import MadData
 from efla.experiments.experiment import Report
 from efla.experiments.mad.config import MadConfig
 from efla.experiments.mad.metric import NOTHING, Score, evaluate
 from efla.experiments.mad.model import loss_of
+from efla.experiments.mad.tasks import MadData
 from efla.runs.records import Record
 
 LOWEST_RATE = 1e-6

@@ -1,0 +1,40 @@
+"""``efla report RUNS…``: one self-contained HTML page from the rows of run folders."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+
+from efla.runs.rows import write_atomically
+from efla.runs.statistics import claims_text
+
+
+def report(
+    runs: Annotated[tuple[Path, ...], tyro.conf.Positional],
+    output: Path = Path("report.html"),
+    markdown: Path | None = None,
+) -> int:
+    """Make the report: a verdict per claim of the paper, figures, tables, settings, and what may not be concluded.
+
+    Args:
+        runs: output folders of `efla reproduce`.
+        output: the HTML file to write.
+        markdown: also write the claims, verdicts and numbers to this Markdown file.
+    """
+    from efla.report import front
+    from efla.report.page import build
+
+    sections = build(runs, output)
+    for section in sections:
+        print(f"{section.title} ({section.source})")
+        for line in claims_text(section.claims):
+            print(f"  {line}")
+        print(f"  {section.budget}")
+    if markdown is not None:
+        markdown.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(markdown, front.markdown(sections).encode())
+        print(f"\nclaims: {markdown.resolve()}")
+    print(f"\nreport: {output.resolve()}")
+    return 0

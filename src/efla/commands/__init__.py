@@ -1,1 +1,0 @@
-"""The commands of ``efla``, one module each, named like the command."""

@@ -1,0 +1,352 @@
+"""Tokenise text once, in parallel, into shards: resumable, atomic, and the same bytes whatever the number of workers.
+
+Documents are read in order, sent to workers in pieces, and written in order. A shard is written under a temporary name,
+synced and renamed; then ``progress.json`` says how many documents are safe. A second start skips those.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import hashlib
+import json
+import math
+import os
+from collections import deque
+from collections.abc import Iterable, Iterator
+from concurrent.futures import Future, ProcessPoolExecutor
+from dataclasses import asdict, dataclass, field
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from efla.data import hub, readers
+from efla.data.shards import INDEX, Index, Shard, is_prepared, read_index
+from efla.data.tokenizers import TextTokenizer, load_tokenizer, token_type
+from efla.runs.lock import take
+from efla.runs.rows import write_atomically
+
+PROGRESS = "progress.json"
+SOURCE_BYTES = "source_bytes"
+_PARTS = ("train", "validation")
+_UNFINISHED = ".bin.tmp"
+_PIECE_CHARACTERS = 1 << 20
+_PIECE_DOCUMENTS = 2000
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrepareConfig:
+    """What to tokenise and how; the tokens depend on nothing else.
+
+    sources: files, folders, or ``hf:owner/name`` for a data set of the Hugging Face hub (see :mod:`efla.data.hub`).
+    validation_share: of the documents, evenly by their number; where that is less than one, of the tokens at the end.
+    shard_tokens: a shard is closed with the document that reaches this many. max_tokens: stop there (0: read all).
+    """
+
+    sources: tuple[str, ...]
+    tokenizer: str = "bytes"
+    column: str = "text"
+    validation_share: float = 0.005
+    shard_tokens: int = 1 << 26
+    max_tokens: int = 0
+
+    def __post_init__(self) -> None:
+        if not self.sources:
+            raise ValueError("name at least one file, folder or hf:owner/name to prepare")
+        if not 0 <= self.validation_share < 0.5:
+            raise ValueError(f"validation_share must be at least 0 and below 0.5, got {self.validation_share}")
+        if self.shard_tokens < 1 or self.max_tokens < 0:
+            raise ValueError(f"shard_tokens must be positive and max_tokens not negative, got {self}")
+
+
+class Watcher(Protocol):
+    """Is told how far a preparation is."""
+
+    def __call__(self, *, documents: int, tokens: int, text_bytes: int) -> None: ...
+
+
+@dataclass
+class _Progress:
+    """What is safely on disk, and the totals so far."""
+
+    documents: int = 0
+    dropped: int = 0
+    train: list[Shard] = field(default_factory=list)
+    validation: list[Shard] = field(default_factory=list)
+
+
+class _Piece(NamedTuple):
+    """Documents of a piece, encoded: ids end to end, and of each document its tokens, bytes and characters dropped."""
+
+    ids: NDArray[Any]
+    lengths: list[int]
+    bytes: int
+    dropped: list[int]
+
+
+def prepare(config: PrepareConfig, output: Path, *, workers: int = 1, watch: Watcher | None = None) -> Index:
+    """Tokenise the sources into ``output`` and return its index; continues where an earlier call stopped.
+
+    A finished folder with the same settings is left as it is; one with others is refused.
+    """
+    settings = json.loads(json.dumps(asdict(config)))
+    if is_prepared(output):
+        index = read_index(output)
+        with contextlib.suppress(FileNotFoundError):  # what was prepared is enough
+            settings[SOURCE_BYTES] = _source_bytes(config)
+        _compare(output, index.settings, settings)
+        return index
+    settings[SOURCE_BYTES] = _source_bytes(config)
+    tokenizer = load_tokenizer(config.tokenizer)
+    try:
+        output.mkdir(parents=True, exist_ok=True)
+        with take(output):
+            return _prepare(config, output, settings, tokenizer, workers, watch)
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS, errno.EPERM):
+            raise OSError(
+                error.errno,
+                f"cannot write to {output}: {error.strerror}. Finished shards are safe; make room or choose another "
+                "--output and run the same command again",
+            ) from error
+        raise
+
+
+def _prepare(
+    config: PrepareConfig,
+    output: Path,
+    settings: dict[str, Any],
+    tokenizer: TextTokenizer,
+    workers: int,
+    watch: Watcher | None,
+) -> Index:
+    """As :func:`prepare`, in a folder that this process holds."""
+    progress = _read_progress(output, settings)
+    for part in _PARTS:
+        for leftover in output.glob(f"{part}-*{_UNFINISHED}"):
+            leftover.unlink()
+    writer = _Writer(output, tokenizer, config, settings, progress)
+    documents = _documents(config, skip=progress.documents)
+    try:
+        text_bytes = 0
+        for piece in _encode(documents, config.tokenizer, tokenizer, workers):
+            writer.write(piece)
+            text_bytes += piece.bytes
+            if watch is not None:
+                watch(documents=writer.documents, tokens=writer.tokens, text_bytes=text_bytes)
+            if writer.is_full:
+                break
+    finally:
+        writer.close_files()
+    return writer.finish()
+
+
+class _Writer:
+    """Cuts encoded documents into shards, in order."""
+
+    def __init__(
+        self, folder: Path, tokenizer: TextTokenizer, config: PrepareConfig, settings: dict[str, Any], done: _Progress
+    ) -> None:
+        self.folder, self.tokenizer, self.config, self.settings, self.done = folder, tokenizer, config, settings, done
+        self.documents = done.documents
+        self.dropped = done.dropped
+        self.open: dict[str, _OpenShard] = {}
+        self.train_tokens = sum(shard.tokens for shard in done.train)
+        self.tokens = self.train_tokens + sum(shard.tokens for shard in done.validation)
+        self._note()  # before the first shard, so that one a kill left unnoted is known as ours
+
+    @property
+    def is_full(self) -> bool:
+        return 0 < self.config.max_tokens <= self.train_tokens
+
+    def write(self, piece: _Piece) -> None:
+        end = 0
+        for length, dropped in zip(piece.lengths, piece.dropped, strict=True):
+            if self.is_full:
+                return
+            end += length
+            part = "validation" if _is_held_out(self.documents, self.config.validation_share) else "train"
+            if part not in self.open:
+                self.open[part] = _OpenShard(self.folder, part, len(getattr(self.done, part)))
+            self.open[part].append(piece.ids[end - length : end])
+            self.documents += 1
+            self.dropped += dropped
+            self.tokens += length
+            if part == "train":
+                self.train_tokens += length
+                if self.open[part].tokens >= self.config.shard_tokens:
+                    self.commit()
+
+    def commit(self) -> None:
+        """Close the open shards and note how far we are; from here on that much is never done again."""
+        for part, shard in self.open.items():
+            getattr(self.done, part).append(shard.close())
+        self.open = {}
+        self.done.documents, self.done.dropped = self.documents, self.dropped
+        self._note()
+
+    def _note(self) -> None:
+        record = {"settings": self.settings, **asdict(self.done)}
+        write_atomically(self.folder / PROGRESS, json.dumps(record).encode())
+
+    def finish(self) -> Index:
+        self.commit()
+        if self.train_tokens == 0:
+            raise ValueError(f"no text in {', '.join(self.config.sources)}; nothing was prepared")
+        tail = 0
+        if not self.done.validation and self.config.validation_share:
+            tail = int(self.train_tokens * self.config.validation_share)
+        index = Index(
+            tokenizer=self.tokenizer.name,
+            vocab_size=self.tokenizer.vocab_size,
+            border=self.tokenizer.border,
+            settings=self.settings,
+            train=tuple(self.done.train),
+            validation=tuple(self.done.validation),
+            tail=tail,
+            dropped=self.dropped,
+        )
+        write_atomically(self.folder / INDEX, index.as_json().encode())
+        (self.folder / PROGRESS).unlink()
+        return index
+
+    def close_files(self) -> None:
+        for shard in self.open.values():
+            shard.stream.flush()
+
+
+class _OpenShard:
+    """A shard being written, under a temporary name."""
+
+    def __init__(self, folder: Path, part: str, number: int) -> None:
+        self.file = folder / f"{part}-{number:05d}.bin"
+        self.temporary = self.file.with_suffix(_UNFINISHED)
+        self.stream = open(self.temporary, "wb")  # noqa: SIM115  (closed by close)
+        self.digest = hashlib.sha256()
+        self.tokens = self.documents = 0
+
+    def append(self, ids: NDArray[Any]) -> None:
+        data = ids.tobytes()
+        self.stream.write(data)
+        self.digest.update(data)
+        self.tokens += len(ids)
+        self.documents += 1
+
+    def close(self) -> Shard:
+        self.stream.flush()
+        os.fsync(self.stream.fileno())
+        self.stream.close()
+        os.replace(self.temporary, self.file)
+        return Shard(self.file.name, self.tokens, self.documents, self.digest.hexdigest())
+
+
+def _source_bytes(config: PrepareConfig) -> int:
+    """Size of all local files together, so that sources that changed are noticed."""
+    local = [Path(source) for source in config.sources if not hub.is_hub_name(source)]
+    return sum(file.stat().st_size for file in readers.list_files(local)) if local else 0
+
+
+def _documents(config: PrepareConfig, skip: int) -> Iterator[str]:
+    """All documents of all sources in order, without the first ``skip``."""
+    files = {s: readers.list_files([Path(s)]) for s in config.sources if not hub.is_hub_name(s)}  # all there?
+    for source in config.sources:
+        if source not in files:
+            only = len(config.sources) == 1  # then the hub's own way to skip will do
+            texts = hub.read_documents(source, config.column, skip if only else 0)
+            skip = 0 if only else skip
+        else:
+            texts = (text for file in files[source] for text in readers.read_documents(file, config.column))
+        for text in texts:
+            if skip:
+                skip -= 1
+            else:
+                yield text
+
+
+def _encode(documents: Iterable[str], name: str, tokenizer: TextTokenizer, workers: int) -> Iterator[_Piece]:
+    """Pieces in the documents' order, encoded here or by worker processes."""
+    if workers <= 1:
+        for texts in _pieces(documents):
+            yield _encode_piece(tokenizer, texts)
+        return
+    with ProcessPoolExecutor(workers, get_context("spawn"), initializer=_start_worker, initargs=(name,)) as pool:
+        waiting: deque[Future[_Piece]] = deque()
+        for texts in _pieces(documents):
+            waiting.append(pool.submit(_encode_in_worker, texts))
+            if len(waiting) > 3 * workers:
+                yield waiting.popleft().result()
+        while waiting:
+            yield waiting.popleft().result()
+
+
+def _pieces(documents: Iterable[str]) -> Iterator[list[str]]:
+    texts: list[str] = []
+    characters = 0
+    for text in documents:
+        texts.append(text)
+        characters += len(text)
+        if characters >= _PIECE_CHARACTERS or len(texts) >= _PIECE_DOCUMENTS:
+            yield texts
+            texts, characters = [], 0
+    if texts:
+        yield texts
+
+
+def _encode_piece(tokenizer: TextTokenizer, texts: list[str]) -> _Piece:
+    encoded = tokenizer.encode(texts)
+    ids = np.concatenate(encoded) if encoded else np.empty(0, token_type(tokenizer.vocab_size))
+    is_bytes = tokenizer.name == "bytes"
+    dropped = [text.count("\0") if is_bytes else 0 for text in texts]
+    size = len(ids) - len(texts) if is_bytes else sum(len(text.encode("utf-8", "replace")) for text in texts)
+    return _Piece(ids, [len(one) for one in encoded], size, dropped)
+
+
+_worker_tokenizer: TextTokenizer | None = None
+
+
+def _start_worker(name: str) -> None:
+    global _worker_tokenizer
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    _worker_tokenizer = load_tokenizer(name)
+
+
+def _encode_in_worker(texts: list[str]) -> _Piece:
+    assert _worker_tokenizer is not None
+    return _encode_piece(_worker_tokenizer, texts)
+
+
+def _is_held_out(number: int, share: float) -> bool:
+    """Whether a document is for validation, by its number alone: every (1 / share)-th, none of the first few."""
+    return math.floor((number + 1) * share) > math.floor(number * share)
+
+
+def _read_progress(folder: Path, settings: dict[str, Any]) -> _Progress:
+    file = folder / PROGRESS
+    if not file.exists():
+        if any(folder.glob("*.bin")):
+            raise ValueError(f"{folder} holds shards but neither {INDEX} nor {PROGRESS}; choose another --output")
+        return _Progress()
+    record = json.loads(file.read_text())
+    _compare(folder, record.pop("settings"), settings)
+    shards = {part: [Shard(**shard) for shard in record[part]] for part in _PARTS}
+    known = {shard.file for part in shards.values() for shard in part}
+    for file in folder.glob("*.bin"):  # renamed, but a kill came before it was noted: it is written again
+        if file.name not in known:
+            file.unlink()
+    return _Progress(record["documents"], record["dropped"], shards["train"], shards["validation"])
+
+
+def _compare(folder: Path, there: dict[str, Any], now: dict[str, Any]) -> None:
+    differences = [
+        f"{key}: {there.get(key)} there, {now.get(key)} now"
+        for key in now
+        if there.get(key) != now.get(key) and not (key == SOURCE_BYTES and key not in there)  # folders of old have none
+    ]
+    if differences:
+        raise ValueError(
+            f"{folder} was prepared with other settings or texts ({'; '.join(differences)}); nothing was changed. "
+            "Choose another --output"
+        )

