@@ -13,7 +13,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from .processes import LAST_RESORT
+from tests.processes import LAST_RESORT
 
 SERVER = """
 import gc, json, os, signal, sys

@@ -20,8 +20,7 @@ from efla.evaluation.progress import Display, clock
 from efla.evaluation.run import items_path, safe, summary
 from efla.evaluation.table import markdown, result_table, terminal
 from efla.runs.style import ARMS, RULES
-
-from .test_items_and_table import cell
+from tests.evaluation.test_items_and_table import cell
 
 Row = dict[str, Any]
 

@@ -1,4 +1,4 @@
-"""The framework: resume, failures, errors that say what to do."""
+"""The runner: resume, failures, errors that say what to do."""
 
 from __future__ import annotations
 
@@ -17,9 +17,8 @@ from efla.experiments.runner import run
 from efla.runs.folder import CONFIG, RunFolder
 from efla.runs.records import from_record, to_record
 from efla.runs.rows import ROWS, read_rows
-
-from ..fresh import run_fresh
-from ..processes import LAST_RESORT, children, started, wait_until
+from tests.fresh import run_fresh
+from tests.processes import LAST_RESORT, children, started, wait_until
 
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE))

@@ -1,4 +1,4 @@
-"""An experiment of small cells for the tests of the framework; workers find it as ``tiny_experiment:Tiny``."""
+"""An experiment of small cells for the tests of the runner; workers find it as ``tiny_experiment:Tiny``."""
 
 from __future__ import annotations
 

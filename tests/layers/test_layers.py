@@ -16,8 +16,7 @@ from efla.layers import LinearAttention, Mamba2, RMSNorm, ShortConvolution, Soft
 from efla.layers.blocks import swiglu_width
 from efla.native import kernels, rows
 from efla.testing import make_inputs
-
-from ..rounding import assert_same_but_rounding
+from tests.rounding import assert_same_but_rounding
 
 WIDTH = 24
 

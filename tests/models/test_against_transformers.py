@@ -10,8 +10,7 @@ from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextGatedDel
 from efla.layers import LinearAttention
 from efla.models import EflaForCausalLM
 from efla.models.convert import convert_folder
-
-from .tiny import random_tokens, tiny_model
+from tests.models.tiny import random_tokens, tiny_model
 
 
 @torch.no_grad()

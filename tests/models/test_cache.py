@@ -13,9 +13,8 @@ from transformers import DynamicCache, StaticCache
 from efla.models import EflaForCausalLM, accounting
 from efla.models.cache import seen_tokens, state_bytes
 from efla.testing import assert_close
-
-from ..rounding import assert_same_but_rounding
-from .tiny import ALL, EFLA, HYBRID, MAIN, random_tokens, tiny_config, tiny_model
+from tests.models.tiny import ALL, EFLA, HYBRID, MAIN, random_tokens, tiny_config, tiny_model
+from tests.rounding import assert_same_but_rounding
 
 
 def in_pieces(model, tokens, lengths, cache, **kwargs):

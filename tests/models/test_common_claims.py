@@ -17,8 +17,7 @@ import pytest
 import torch
 
 from efla.models import EflaForCausalLM, EflaForSequenceClassification, EflaModel
-
-from .tiny import HYBRID, MAIN, VOCABULARY, random_tokens, tiny_config, tiny_model
+from tests.models.tiny import HYBRID, MAIN, VOCABULARY, random_tokens, tiny_config, tiny_model
 
 both = pytest.mark.parametrize("fields", MAIN.values(), ids=MAIN)
 CLASSES = [EflaModel, EflaForCausalLM, EflaForSequenceClassification]

@@ -8,8 +8,7 @@ import torch
 from efla import presets, rules
 from efla.models import EflaConfig, EflaForCausalLM
 from efla.models.accounting import count_parameters, flops_per_token
-
-from .tiny import ALL, random_tokens, tiny_config, tiny_model
+from tests.models.tiny import ALL, random_tokens, tiny_config, tiny_model
 
 TOTALS = {  # spec lm.md 2.2 and 7.2
     "efla-tiny": 471_296,

@@ -16,8 +16,7 @@ from safetensors.torch import load_file, save_file
 from efla.models import EflaConfig, EflaForCausalLM
 from efla.models import convert as fla
 from efla.models.convert import convert_folder
-
-from .tiny import logits_of
+from tests.models.tiny import logits_of
 
 REFERENCE = Path(__file__).with_name("fla_reference.py")
 TOKENS = torch.randint(0, 101, (2, 29), generator=torch.Generator().manual_seed(0))

@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import DynamicCache, GenerationConfig
 
-from .tiny import ALL, EFLA, HYBRID, MAIN, OTHERS, random_tokens, tiny_model
+from tests.models.tiny import ALL, EFLA, HYBRID, MAIN, OTHERS, random_tokens, tiny_model
 
 GREEDY = {"do_sample": False, "max_new_tokens": 8}
 

@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn import functional
 from torch.nn.utils import parametrize
 
-from .tiny import VOCABULARY, random_tokens, tiny_model
+from tests.models.tiny import VOCABULARY, random_tokens, tiny_model
 
 TOKENS = random_tokens(2, 11)
 

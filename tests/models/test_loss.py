@@ -8,8 +8,7 @@ from torch import nn
 from torch.nn import functional
 
 from efla.models.loss import next_token_loss
-
-from .tiny import MAIN, VOCABULARY, random_tokens, tiny_model
+from tests.models.tiny import MAIN, VOCABULARY, random_tokens, tiny_model
 
 
 def reference(hidden, weight, labels):

@@ -7,8 +7,7 @@ import torch
 from transformers import DataCollatorWithFlattening, DynamicCache
 
 from efla.models.inputs import packed_borders
-
-from .tiny import ALL, EFLA, HYBRID, MAIN, random_tokens, tiny_model
+from tests.models.tiny import ALL, EFLA, HYBRID, MAIN, random_tokens, tiny_model
 
 MASKS = {
     "left": [[0, 0, 0, 1, 1, 1, 1, 1, 1, 1], [1] * 10, [0] * 6 + [1] * 4],

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ..fresh import run_fresh
+from tests.fresh import run_fresh
 
 # efla/__init__.py calls install() too; here it is called by name so that the test is about it.
 INSTALL = "import efla, efla.models.registration; efla.models.registration.install()\n"

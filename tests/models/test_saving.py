@@ -13,9 +13,8 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelF
 import efla  # noqa: F401
 from efla.models import EflaConfig, EflaForCausalLM, EflaForSequenceClassification, EflaModel
 from efla.models.registration import install
-
-from ..fresh import run_fresh
-from .tiny import ALL, MAIN, logits_of, random_tokens, tiny_config, tiny_model
+from tests.fresh import run_fresh
+from tests.models.tiny import ALL, MAIN, logits_of, random_tokens, tiny_config, tiny_model
 
 install()
 

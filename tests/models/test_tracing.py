@@ -9,8 +9,7 @@ from torch.export import Dim, export
 from torch.utils.flop_counter import FlopCounterMode
 
 from efla.models import EflaForCausalLM
-
-from .tiny import ALL, VOCABULARY, random_tokens, tiny_config, tiny_model
+from tests.models.tiny import ALL, VOCABULARY, random_tokens, tiny_config, tiny_model
 
 
 @pytest.mark.parametrize(

@@ -13,8 +13,7 @@ from efla import native
 from efla.layers import RMSNorm, ShortConvolution, SwiGLU
 from efla.native import kernels, rows
 from efla.testing import make_inputs
-
-from .kernel_calls import KERNELS, Sizes, misfits, random_calls
+from tests.native.kernel_calls import KERNELS, Sizes, misfits, random_calls
 
 pytestmark = pytest.mark.skipif(kernels is None, reason="the kernels were not built")
 

@@ -20,9 +20,8 @@ from efla.experiments.exactness.config import profile
 from efla.experiments.exactness.run import Exactness
 from efla.experiments.runner import run
 from efla.report.page import build
-
-from ..processes import LAST_RESORT
-from . import test_report
+from tests.processes import LAST_RESORT
+from tests.report import test_report
 
 BROWSER = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 pytestmark = [

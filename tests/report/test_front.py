@@ -14,10 +14,9 @@ from efla.report.page import build, sections_of
 from efla.runs.rows import append_rows
 from efla.runs.sections import Section
 from efla.runs.statistics import Claim, compare, effect, spread
-
-from ..experiments.test_lm import made_up as lm_rows
-from ..experiments.test_throughput import made_up as throughput_rows
-from .pages import numbers_are_finite
+from tests.experiments.lm.test_lm import made_up as lm_rows
+from tests.experiments.throughput.test_throughput import made_up as throughput_rows
+from tests.report.pages import numbers_are_finite
 
 pytest.importorskip("jinja2")
 

@@ -2,38 +2,24 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import re
 from html.parser import HTMLParser
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
 from efla.report.page import build
 from efla.runs.chart import Chart, Point, Series, render
 from efla.runs.rows import ROWS, append_rows
-
-from .pages import numbers_are_finite
+from tests.report.pages import numbers_are_finite
+from tests.runs.test_statistics import made_up_rows
 
 pytest.importorskip("jinja2")
 
 
-def helper(name: str, file: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(name, Path(__file__).parents[1] / file)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-made_up_rows = helper("claims_helpers", "experiments/test_claims.py").made_up_rows
-
-
 def write_run(folder: Path, seeds: tuple[int, ...] = (0, 1, 2)) -> Path:
-    """A run folder of sequential MNIST with made-up numbers, written by the framework's own functions."""
+    """A run folder of sequential MNIST with made-up numbers, written by append_rows."""
 
     def accuracy(arm: str, kind: str, level: float, seed: int) -> float:
         return 0.9 + 0.01 * seed - (0.02 if arm == "exact-flow" else 0.04) * level

@@ -11,7 +11,7 @@ from efla.testing import ScanInputs, assert_matches_oracle, expect
 
 RULES = efla.rules.names()
 CONTRACTIVE = [name for name in RULES if efla.rules.get(name).contractive]
-# "reference" is what they are compared with; "fla" takes tensors of a GPU, and its tests are in tests/gpu.
+# "reference" is what they are compared with; "fla" takes tensors of a GPU, and its tests are in tests/bench/gpu.
 BACKENDS = [n for n, reason in efla.backends().items() if reason is None and n not in ("reference", "fla")]
 
 

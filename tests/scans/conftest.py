@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from .cases import CONTENDERS, contender
+from tests.scans.cases import CONTENDERS, contender
 
 
 @pytest.fixture(params=CONTENDERS)

@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 
 import efla
 from efla.testing import ScanInputs, assert_close, expect, make_inputs, oracle, run
-
-from .cases import CONTENDERS, RULES, assert_all_match, contender
+from tests.scans.cases import CONTENDERS, RULES, assert_all_match, contender
 
 drawn = settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 

@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from efla.testing import make_inputs
-
-from .cases import RULES, SHAPES, assert_all_match
+from tests.scans.cases import RULES, SHAPES, assert_all_match
 
 
 @pytest.mark.parametrize("rule", RULES)

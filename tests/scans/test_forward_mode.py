@@ -10,8 +10,7 @@ import efla
 from efla.errors import BackendUnavailable
 from efla.layers import LinearAttention, Mamba2
 from efla.testing import make_inputs
-
-from .cases import BACKENDS, RULES
+from tests.scans.cases import BACKENDS, RULES
 
 
 def scan_of(inputs, backend="auto"):

@@ -7,8 +7,7 @@ import torch
 
 import efla
 from efla.testing import KINDS, assert_close, cotangents, expect, make_inputs, oracle, run
-
-from .cases import CONTENDERS, CONTRACTIVE, RULES, assert_all_match, contender
+from tests.scans.cases import CONTENDERS, CONTRACTIVE, RULES, assert_all_match, contender
 
 # With these keys an expansive rule overflows in exact arithmetic too, after a few tokens.
 STIFF = {"mixed_norms", "huge_keys", "stiff"}

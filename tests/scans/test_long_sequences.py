@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from efla.testing import make_inputs
-
-from .cases import assert_all_match
+from tests.scans.cases import assert_all_match
 
 SHAPE = {"batch": 1, "key_heads": 1, "value_heads": 1, "key_dim": 8, "value_dim": 8}
 

@@ -16,9 +16,8 @@ from efla.rules.base import without_decay
 from efla.scans.backends import native
 from efla.scans.fused_ops import fused_op
 from efla.testing import make_inputs, run
-
-from ..fresh import run_fresh
-from .cases import RULES, assert_all_match
+from tests.fresh import run_fresh
+from tests.scans.cases import RULES, assert_all_match
 
 pytestmark = pytest.mark.skipif(native.unavailable() is not None, reason=f"backend 'native' {native.unavailable()}")
 

@@ -9,8 +9,7 @@ from efla import rules
 from efla.scans.backends import reference
 from efla.scans.types import ScanRequest
 from efla.testing import make_inputs
-
-from .cases import RULES
+from tests.scans.cases import RULES
 
 
 @pytest.mark.parametrize("rule", RULES)

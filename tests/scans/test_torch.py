@@ -8,8 +8,7 @@ import torch
 import efla
 from efla.scans.torch_ops import scan_op
 from efla.testing import make_inputs
-
-from .cases import BACKENDS
+from tests.scans.cases import BACKENDS
 
 ALL_BACKENDS = [*BACKENDS, "reference"]
 

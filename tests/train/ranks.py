@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from ..fresh import run_fresh
+from tests.fresh import run_fresh
 
 SCRIPT = Path(__file__).with_name("rank_checks.py")
 

@@ -23,9 +23,8 @@ from efla.train import checkpoint, loop
 from efla.train.checkpoint import Checkpoints, verify
 from efla.train.engine import Engine
 from efla.train.metrics import read_metrics
-
-from ..processes import started, wait_for_line
-from .small import SIZES, assert_same, losses, numbers, small, tensors
+from tests.processes import started, wait_for_line
+from tests.train.small import SIZES, assert_same, losses, numbers, small, tensors
 
 DRIVER = Path(__file__).with_name("kill_driver.py")
 

@@ -21,9 +21,8 @@ from efla.train.metrics import METRICS, read_metrics, rewind
 from efla.train.plot import plot_run
 from efla.train.step import row_loss
 from efla.train.validation import validate
-
-from .small import losses, small
-from .test_prepare import has
+from tests.data.test_prepare import has
+from tests.train.small import losses, small
 
 
 def test_the_default_command_trains_saves_and_can_be_continued_from(tmp_path, capsys, monkeypatch):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from .ranks import run_ranks
+from tests.train.ranks import run_ranks
 
 
 @pytest.mark.parametrize(

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from efla.runs.records import Record
-from efla.runs.statistics import Claim, Spread
 from efla.runs.bars import Bars
 from efla.runs.chart import Chart, Point, Series
+from efla.runs.records import Record
+from efla.runs.statistics import Claim, Spread
 
 
 @dataclass(frozen=True)

@@ -14,9 +14,8 @@ from efla.cli.convert import convert
 from efla.cli.generate import generate
 from efla.cli.info import info
 from efla.models.text import ByteCodec, TimedStreamer
-
-from ..fresh import run_fresh
-from .tiny import HYBRID, tiny_model
+from tests.fresh import run_fresh
+from tests.models.tiny import HYBRID, tiny_model
 
 ROOT = Path(__file__).parents[2]
 

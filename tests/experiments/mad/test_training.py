@@ -22,8 +22,7 @@ from efla.experiments.mad.tasks import Setting, generate
 from efla.experiments.mad.train import Trained, batches, rate_at, summary, train
 from efla.experiments.runner import run
 from efla.runs.rows import read_rows
-
-from .files import write_published
+from tests.experiments.mad.files import write_published
 
 
 def test_reference_accuracy_equals_an_example_by_hand() -> None:

@@ -12,9 +12,8 @@ from efla.report.page import build
 from efla.runs.bars import Bars, BarSeries, draw
 from efla.runs.chart import Chart, Point, Series
 from efla.runs.rows import append_rows
-
-from .pages import Markup, charts_of, read_chart
-from .test_report import write_run
+from tests.report.pages import Markup, charts_of, read_chart
+from tests.report.test_report import write_run
 
 pytest.importorskip("jinja2")
 

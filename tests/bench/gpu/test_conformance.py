@@ -11,9 +11,8 @@ import efla
 from efla.bench.gpu.conformance import check_case
 from efla.scans.backends.fla import operations
 from efla.testing import KINDS, assert_close, make_inputs, oracle, run
-
-from ..scans.cases import CONTRACTIVE, RULES, SHAPES
-from . import interpreter
+from tests.bench.gpu import interpreter
+from tests.scans.cases import CONTRACTIVE, RULES, SHAPES
 
 REASON = interpreter.reason_to_skip()
 pytestmark = [pytest.mark.gpu_sim, pytest.mark.skipif(REASON is not None, reason=str(REASON))]

@@ -16,9 +16,8 @@ from efla.experiments.mad import tasks as mad
 from efla.experiments.mad.dataset import overlap
 from efla.experiments.mad.published_data import folder_name
 from efla.experiments.mad.tasks import IGNORE, TASKS, Setting, baseline, changed, generate, sweep
-
-from .files import write_published
-from .parse import IGN, answerable, motifs
+from tests.experiments.mad.files import write_published
+from tests.experiments.mad.parse import IGN, answerable, motifs
 
 DIGESTS = {
     "CR": ("a496348be90efaf23096259a8d520aa0ccb54759197493b34623ef40c3abe38d", [56] * 8),

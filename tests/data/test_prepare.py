@@ -24,8 +24,7 @@ from efla.data.shards import INDEX, checksum, open_shards
 from efla.data.source import open_data, vocabulary_of
 from efla.data.tokenizers import ByteTokenizer, load_tokenizer, token_type
 from efla.runs.lock import take
-
-from ..fresh import run_fresh
+from tests.fresh import run_fresh
 
 TEXTS = ["First document.", "Zweites: äöü 漢字 🙂", "third\nwith lines\n", "", "x" * 300]
 LINES = b"".join(json.dumps({"text": t, "id": n}).encode() + b"\n" for n, t in enumerate(TEXTS))

@@ -30,8 +30,7 @@ from efla.layers import LinearAttention
 from efla.models.accounting import count_parameters
 from efla.runs.records import to_record
 from efla.runs.rows import read_rows
-
-from ..fresh import run_fresh
+from tests.fresh import run_fresh
 
 QUIET = Console(quiet=True)
 
