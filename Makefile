@@ -10,7 +10,7 @@ ifneq ($(wildcard ../shared/data),)
 export EFLA_DATA ?= $(abspath ../shared/data)
 endif
 
-.PHONY: setup demo test test-all test-gpu-sim test-browser test-portable test-sanitizers test-mutants lint bench docs clean
+.PHONY: setup demo test test-all test-gpu-sim test-browser test-portable test-sanitizers test-mutants lint bench docs dist clean
 
 setup: $(STAMP)
 
@@ -99,6 +99,13 @@ bench: setup
 docs: setup
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[docs]'
 	$(BIN)/mkdocs build --strict
+
+# The source distribution, the wheel built from it, and a check that each holds what it should.
+dist: setup
+	$(BIN)/python -m pip install --quiet build
+	rm -rf dist
+	$(BIN)/python -m build --outdir dist .
+	$(BIN)/python tests/distribution.py dist/*
 
 clean:
 	rm -rf build dist site runs $(GPU_VENV) .mypy_cache .ruff_cache .hypothesis
