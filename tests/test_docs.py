@@ -26,3 +26,17 @@ def test_the_readme_shows_the_two_commands():
     readme = (ROOT / "README.md").read_text()
     assert "make demo" in readme
     assert "make test" in readme
+
+
+def test_files_named_in_contributing_exist():
+    text = (ROOT / "CONTRIBUTING.md").read_text()
+    named = re.findall(r"`((?:src/efla|csrc|docs|tests)/[\w./-]+)`", text)
+    assert len(named) > 20
+    assert [name for name in named if not (ROOT / name).exists()] == []
+
+
+def test_walks_have_at_most_eight_hops():
+    walks = (ROOT / "CONTRIBUTING.md").read_text().split("## Five walks")[1].split("\n## ")[0]
+    steps = re.split(r"^\d\. ", walks, flags=re.MULTILINE)[1:]
+    assert len(steps) == 5
+    assert all(step.count("→") < 8 for step in steps)
