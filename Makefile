@@ -15,7 +15,7 @@ endif
 setup: $(STAMP)
 
 # --no-compile: modules are compiled to bytecode when they are first imported, which most of these never are.
-$(STAMP): pyproject.toml constraints.txt $(wildcard csrc/*)
+$(STAMP): pyproject.toml constraints.txt csrc/CMakeLists.txt $(wildcard csrc/*.h csrc/*.cpp csrc/kernels/*)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --no-compile --constraint constraints.txt torch
 	$(BIN)/python -m pip install --quiet --no-compile --constraint constraints.txt --editable '.[experiments,eval,train,tokenizers,dev]'

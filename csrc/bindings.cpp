@@ -7,7 +7,7 @@
 
 #include "rows.h"
 #include "runtime.h"
-#include "scan.h"
+#include "plan.h"
 #include "tensors.h"
 
 namespace nb = nanobind;

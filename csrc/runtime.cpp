@@ -4,17 +4,12 @@
 // libiomp5 all export it): a second pool beside torch's spinning workers costs up to a factor of two.
 #include "runtime.h"
 
+#include <dlfcn.h>
+#include <pthread.h>
+
 #include <atomic>
 #include <cstdlib>
 #include <stdexcept>
-
-#if defined(_WIN32)
-#define EFLA_HAS_DLOPEN 0
-#else
-#define EFLA_HAS_DLOPEN 1
-#include <dlfcn.h>
-#include <pthread.h>
-#endif
 
 namespace efla {
 namespace {
@@ -94,7 +89,6 @@ void set_simd(const std::string& name) { g_level.store(&find_level(name), std::m
 const Kernels& active_kernels() { return *current_level().kernels; }
 
 bool set_parallel_runtime(const std::string& path) {
-#if EFLA_HAS_DLOPEN
   // RTLD_NOLOAD: only a runtime that is there already; loading a second one is what we avoid.
   void* library = path.empty() ? RTLD_DEFAULT : dlopen(path.c_str(), RTLD_NOLOAD | RTLD_LAZY);
   if (!path.empty() && !library) return false;
@@ -108,10 +102,6 @@ bool set_parallel_runtime(const std::string& path) {
   g_team_size.store(team_size);
   g_parallel.store(entry);
   return true;
-#else
-  (void)path;
-  return false;
-#endif
 }
 
 bool has_parallel_runtime() { return g_parallel.load() != nullptr && !g_forked.load(); }

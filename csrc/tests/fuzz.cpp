@@ -16,7 +16,7 @@
 #include <vector>
 
 #include "runtime.h"
-#include "scan.h"
+#include "plan.h"
 
 using namespace efla;
 

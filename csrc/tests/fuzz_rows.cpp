@@ -2,7 +2,7 @@
 //
 //     efla_fuzz_rows [cases = 300] [seed = 1]        exits non-zero if levels disagree or an output was not written
 //
-// Values are compared with torch's in tests/layers/test_rowwise.py; this is for the sanitizers.
+// Values are compared with torch's in tests/native/test_rows.py; this is for the sanitizers.
 #include <cmath>
 #include <cstdio>
 #include <cstdlib>

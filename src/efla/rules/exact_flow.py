@@ -1,4 +1,4 @@
-"""The exact flows: EFLA and the two ways to gate it. :mod:`efla.phi` has their one integral; csrc/rules.h is the same in C++."""
+"""The exact flows: EFLA and the two ways to gate it. :mod:`efla.phi` has their one integral; csrc/kernels/rules.h is the same in C++."""
 
 from __future__ import annotations
 

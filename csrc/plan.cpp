@@ -2,7 +2,7 @@
 //
 // The split depends on the shape only, and partial sums are added in a fixed order, so results are bit-identical
 // whatever the number of threads.
-#include "scan.h"
+#include "plan.h"
 
 #include <atomic>
 #include <cstdlib>
