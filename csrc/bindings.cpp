@@ -103,8 +103,24 @@ unsigned backward(nb::handle q, nb::handle k, nb::handle v, nb::handle c0, nb::h
   return efla::run_backward(p);
 }
 
-// The names of the rules in the order of efla::Rule.
+// A dictionary from the name of a rule to its code.
 PyObject* rule_codes = nullptr;
+
+// rule_codes and rule_facts: the table of rules for Python.
+void add_rules(nb::module_& m) {
+  nb::dict codes, all_facts;
+  for (int code = 0; code < efla::kRuleCount; ++code) {
+    const efla::RuleFacts& rule = efla::kRules[code];
+    const nb::object name = nb::steal(PyUnicode_InternFromString(rule.name));  // found by identity when called by a literal
+    nb::dict facts;
+    facts["needs_beta"] = rule.needs_beta, facts["needs_gate"] = rule.needs_gate;
+    facts["has_decay"] = rule.has_decay, facts["has_erase"] = rule.has_erase, facts["uses_norm"] = rule.uses_norm;
+    codes[name] = code, all_facts[name] = facts;
+  }
+  m.attr("rule_codes") = codes;
+  m.attr("rule_facts") = all_facts;
+  rule_codes = codes.release().ptr();
+}
 
 // One call from tensors to tensors, for inference without autograd, tracing or packing. Returns (o, final_state or None), or
 // None if the call is not plain enough: the caller then takes the general path, which also explains what is wrong with bad input.
@@ -119,7 +135,7 @@ nb::object attend(nb::handle q, nb::handle k, nb::handle v, nb::handle beta, nb:
     if (flag.ptr() != Py_True && flag.ptr() != Py_False) return nb::none();
   for (nb::handle tensor : {q, k, v, beta, log_gate, initial_state})
     if (!tensor.is_none() && !efla::is_plain_tensor(tensor)) return nb::none();
-  if (beta.is_none() == efla::needs_beta(rule) || log_gate.is_none() == efla::needs_gate(rule)) return nb::none();
+  if (beta.is_none() == efla::kRules[int(rule)].needs_beta || log_gate.is_none() == efla::kRules[int(rule)].needs_gate) return nb::none();
   const ScanInputs inputs(q, k, v, log_gate, beta, nb::none(), initial_state, nb::none());
   Problem p = inputs.problem(int(rule), l2norm.ptr() == Py_True, 1.0, efla::num_threads());
   if (!p.batch || !p.tokens || (p.tokens > 1 && p.tokens < p.key_heads)) return nb::none();  // an unusual layout is looked at
@@ -351,6 +367,5 @@ NB_MODULE(_kernels, m) {
       nb::arg("tensor_type"), nb::arg("is_neg"), nb::arg("is_grad_enabled"), nb::arg("dispatch_depth"),
       nb::arg("get_num_threads"), nb::arg("increment_version"), nb::arg("forward_ad"), nb::arg("use_c_table"),
       "Tell the module what a tensor is and how to ask torch. Without a C table of tensors `attend` always declines.");
-  m.attr("rule_codes") = nb::dict();
-  rule_codes = nb::object(m.attr("rule_codes")).release().ptr();
+  add_rules(m);
 }

@@ -179,12 +179,6 @@ double forward_flops(const Problem& p) { return 6.0 * p.K * p.V * double(p.value
 
 }  // namespace
 
-bool needs_beta(Rule rule) { return rule != Rule::linear; }
-
-bool needs_gate(Rule rule) {
-  return rule == Rule::ssd || rule == Rule::gated_delta || rule == Rule::gated_efla || rule == Rule::gated_efla_log;
-}
-
 void validate(const Problem& p) {
   check(p.K >= 1 && p.K <= kMaxWidth && p.V >= 1 && p.V <= kMaxWidth, "K and V must be between 1 and 256");
   check(p.batch >= 0 && p.tokens >= 0 && p.sequences >= 0, "sizes must not be negative");

@@ -9,25 +9,11 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "rule_table.h"
+
 namespace efla {
 
 enum class Dtype : int { float32 = 0, bfloat16 = 1, float16 = 2, float64 = 3 };
-
-enum class Rule : int {
-  raw = -1,
-  linear = 0,
-  ssd = 1,
-  delta = 2,
-  rk2 = 3,
-  rk4 = 4,
-  implicit_euler = 5,
-  crank_nicolson = 6,
-  efla = 7,
-  gated_delta = 8,
-  gated_efla = 9,
-  gated_efla_log = 10,
-};
-constexpr int kRuleCount = 11;
 
 // Bits of the status word: inputs outside the rule's domain.
 constexpr unsigned kNegativeBeta = 1u;

@@ -120,7 +120,7 @@ inline void finish_block(const Outputs<E>& out, const BackwardScratch<Compute<E>
   T g1[kBlock] = {}, r1[kBlock] = {}, g2[kBlock] = {}, r2[kBlock] = {};
   if (p.rule != Rule::raw) {
     for (int i = 0; i < kBlock; i += kLanes<T>) {
-      Vec<T> d_decay = rule_has_decay(p.rule) ? load(b.d_decay + i) : Vec<T>{};
+      Vec<T> d_decay = facts(p.rule).has_decay ? load(b.d_decay + i) : Vec<T>{};
       RuleGradient<T> g = rule_backward<T>(p.rule, load(s.scalars.beta + t + i), load(s.scalars.log_gate + t + i),
                                            load(s.keys.lam + t + i), d_decay, load(b.d_erase + i), load(b.d_erase_scaled + i),
                                            load(b.d_write + i));
@@ -133,7 +133,7 @@ inline void finish_block(const Outputs<E>& out, const BackwardScratch<Compute<E>
     }
   }
   const int padded_K = out.plan.padded_K;
-  const bool through_norm = rule_uses_norm(p.rule);
+  const bool through_norm = facts(p.rule).uses_norm;
   for (int i = 0; i < kBlock && t + i < count; ++i) {
     out.scalar(p.d_log_decay, 0, first + t + i, head, b.d_decay[i]);
     out.scalar(p.d_erase, 1, first + t + i, head, b.d_erase[i]);
@@ -178,7 +178,7 @@ inline void backward_unit(const Outputs<E>& out, const BackwardScratch<Compute<E
   load_columns<E>(p, task, p.d_o, first, count, head, s.d_o);
   load_scalars<T>(p, task, first, count, rows, head, s.keys.lam, s.scalars, status);
   prepare_quads<T>(s.keys, s.scalars, rows, T(p.scale));
-  if (rule_has_erase(p.rule)) {
+  if (facts(p.rule).has_erase) {
     recompute<T, true>(p, s, rows, panels, padded_K, pump);
   } else {
     recompute<T, false>(p, s, rows, panels, padded_K, pump);
@@ -189,7 +189,7 @@ inline void backward_unit(const Outputs<E>& out, const BackwardScratch<Compute<E
                            s.d_o + row,        s.x + row,          s.scalars.decay + t,
                            s.scalars.erase + t, s.scalars.write + t, s.states + (t / kBlock) * state_size,
                            dS,                 padded_K,           panels,
-                           T(p.scale),         rule_has_decay(p.rule), &pump};
+                           T(p.scale),         facts(p.rule).has_decay, &pump};
     block_backward<T>(in, s.block);
     finish_block<E>(out, s, first, t, count, head, first_head);
   }

@@ -29,7 +29,7 @@ template <class E> inline void decode_keys(const Problem& p, const Task& task, i
       normalise_row<T>(d.k[t], padded);
       normalise_row<T>(d.q[t], padded);
     }
-    if (rule_uses_norm(p.rule)) d.lam[t] = row_dot<T>(d.k[t], d.k[t], padded);
+    if (facts(p.rule).uses_norm) d.lam[t] = row_dot<T>(d.k[t], d.k[t], padded);
     d.qk[t] = row_dot<T>(d.q[t], d.k[t], padded);
   }
 }

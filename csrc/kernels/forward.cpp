@@ -107,7 +107,7 @@ template <class E> void forward_task(const Problem& p, const Plan& plan, const T
   const int panels = task.panel_end - task.panel_begin, units = int(task.key_end - task.key_begin) * task.heads;
   const size_t panel_size = size_t(plan.padded_K) * kPanel, state_size = panel_size * panels;
   const size_t memory_state = size_t(p.K) * p.V;
-  const bool erases = rule_has_erase(p.rule);
+  const bool erases = facts(p.rule).has_erase;
   auto unit = [&](int index, int64_t first) {
     if (index == units) index = 0, first += kBlock;
     const int64_t key_head = task.key_begin + index / task.heads, left = task.length - first;

@@ -14,13 +14,7 @@
 
 namespace efla::EFLA_ISA {
 
-EFLA_INLINE bool rule_has_decay(Rule r) {
-  return r == Rule::raw || r == Rule::ssd || r == Rule::gated_delta || r == Rule::gated_efla || r == Rule::gated_efla_log;
-}
-EFLA_INLINE bool rule_has_erase(Rule r) { return r != Rule::linear && r != Rule::ssd; }
-EFLA_INLINE bool rule_uses_norm(Rule r) {
-  return !(r == Rule::raw || r == Rule::linear || r == Rule::ssd || r == Rule::delta || r == Rule::gated_delta);
-}
+EFLA_INLINE const RuleFacts& facts(Rule rule) { return rule == Rule::raw ? kRaw : kRules[int(rule)]; }
 
 template <class T> struct Coefficients { Vec<T> decay, erase, write; };
 

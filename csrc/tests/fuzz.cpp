@@ -347,9 +347,9 @@ bool run_case(Case& c, const Reference& want) {
         close("d initial state", c, want.d_initial, values(d_initial, states), tight);
   const bool raw = p.rule == Rule::raw;
   const double chain = raw ? tight : std::fmax(tight, 1e-6);  // the reference differentiates numerically
-  const bool decays = raw || p.rule == Rule::ssd || int(p.rule) >= int(Rule::gated_delta);
-  if (decays) ok &= close("d log_decay", c, want.d0, values(d0, scalars), chain);
-  if (p.rule != Rule::linear) ok &= close("d erase or beta", c, want.d1, values(d1, scalars), chain);
+  const RuleFacts& facts = raw ? kRaw : kRules[int(p.rule)];
+  if (facts.has_decay) ok &= close("d log_decay", c, want.d0, values(d0, scalars), chain);
+  if (raw || facts.needs_beta) ok &= close("d erase or beta", c, want.d1, values(d1, scalars), chain);
   if (raw) ok &= close("d write", c, want.d2, values(d2, scalars), tight);
 
   // In place: the final state over the initial one must give the same bits.
@@ -360,7 +360,7 @@ bool run_case(Case& c, const Reference& want) {
     ok &= run_forward(p) == 0;
     if (again.memory != final_state.memory) std::fprintf(stderr, "IN PLACE differs: %s\n", c.name.c_str()), ok = false;
     // A beta outside of the rule's domain is noticed before the state is touched.
-    if (scalars && p.rule != Rule::raw && p.rule != Rule::linear) {
+    if (scalars && facts.needs_beta) {
       Dense untouched = initial;
       Tensor beta = c.c1;
       beta.fill([] { return -1.0; });

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 import efla
 from efla.rules import UpdateRule
 from efla.rules.base import without_decay
+from efla.rules.exact_flow import ExactFlow
 from efla.scans.backends import native
 from efla.scans.fused_ops import fused_op
 from efla.testing import make_inputs, run
@@ -22,6 +23,36 @@ from tests.scans.cases import RULES, assert_all_match
 pytestmark = pytest.mark.skipif(native.unavailable() is not None, reason=f"backend 'native' {native.unavailable()}")
 
 LEVELS = native.kernels.simd_levels() if native.unavailable() is None else []
+
+
+def test_the_kernels_know_every_rule_of_the_package():
+    assert list(native.kernels.rule_codes) == list(native.kernels.rule_facts) == RULES
+    assert all(native.fuses(efla.rules.get(rule)) for rule in RULES)
+
+
+@pytest.mark.parametrize("field", ["needs_beta", "needs_gate", "has_decay", "has_erase"])
+def test_a_rule_that_disagrees_with_the_kernels_table_is_refused(field, monkeypatch):
+    facts = native.kernels.rule_facts
+    native.check_rules(facts)
+    monkeypatch.setattr(ExactFlow, field, not getattr(ExactFlow, field))
+    with pytest.raises(RuntimeError, match=rf"{field} = .*rule_table\.h"):
+        native.check_rules(facts)
+
+
+def test_the_import_compares_the_rules_with_the_kernels_table():
+    lines = ["import importlib", "from efla.rules.delta import Delta", "from efla.scans.backends import native"]
+    done = run_fresh("\n".join([*lines, "Delta.needs_gate = True", "importlib.reload(native)"]))
+    assert done.returncode != 0
+    assert "csrc/rule_table.h" in done.stderr
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_the_kernels_table_says_whether_a_rule_depends_on_the_key_norm(rule):
+    beta, log_gate = torch.tensor([0.5]), torch.tensor([-0.3])
+    steps = [efla.rules.get(rule).coefficients(beta, torch.tensor([lam]), log_gate) for lam in (0.5, 2.0)]
+    assert native.kernels.rule_facts[rule]["uses_norm"] == any(
+        not torch.equal(*pair) for pair in zip(*steps, strict=True)
+    )
 
 
 @pytest.mark.parametrize("width", [1, 16, 17, 64, 100, 128, 200, 256])

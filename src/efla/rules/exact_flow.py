@@ -1,4 +1,8 @@
-"""The exact flows: EFLA and the two ways to gate it. :mod:`efla.phi` has their one integral; csrc/kernels/rules.h is the same in C++."""
+"""The exact flows: EFLA and the two ways to gate it.
+
+Their one integral is in :mod:`efla.phi`. The backend ``native`` computes the same formulas and their gradients in C++, fused
+with the scan: ``exact_erase`` and ``gated_write`` in csrc/kernels/rules.h.
+"""
 
 from __future__ import annotations
 

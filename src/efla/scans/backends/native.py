@@ -6,13 +6,14 @@ normalisation of keys themselves. Tensors cross as they are; csrc/tensors.h chec
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch._C import _increment_version as increment_version
 
+from efla import rules
 from efla.native import kernels, materialize, missing
 from efla.rules import UpdateRule
 from efla.scans import validation
@@ -23,15 +24,7 @@ own_autograd = False
 
 MAX_WIDTH = 256
 _TILE = 64  # tokens between two saved states
-_RULE_CODES = {
-    rule: code
-    for code, rule in enumerate(
-        (
-            "linear", "ssd", "delta", "rk2", "rk4", "implicit_euler", "crank_nicolson", "efla",
-            "gated_delta", "gated_efla", "gated_efla_log",
-        )
-    )
-}  # fmt: skip
+_RULE_CODES: dict[str, int] = {} if kernels is None else kernels.rule_codes
 _RAW = -1
 
 
@@ -48,8 +41,20 @@ def supports(k: Tensor, v: Tensor, dtype: torch.dtype) -> str | None:
 
 
 def fuses(rule: UpdateRule) -> bool:
-    """Whether the kernels know this rule: ours do, a user's own goes through its torch coefficients."""
+    """Whether the kernels compute this rule's coefficients. Rules defined outside ``efla.rules`` use their own."""
     return rule.name in _RULE_CODES and type(rule).__module__.startswith("efla.rules.")
+
+
+def check_rules(facts: Mapping[str, Mapping[str, bool]]) -> None:
+    """Raise unless the kernels' table of rules (csrc/rule_table.h) agrees with the classes in ``efla.rules``."""
+    for name, properties in facts.items():
+        rule = rules.get(name)
+        for field in ("needs_beta", "needs_gate", "has_decay", "has_erase"):
+            if getattr(rule, field) != properties[field]:
+                raise RuntimeError(
+                    f"{rule!r} has {field} = {getattr(rule, field)}, the compiled kernels have {properties[field]}; "
+                    "make csrc/rule_table.h and efla.rules agree and reinstall efla"
+                )
 
 
 def saved_size(k: Tensor, v: Tensor, chunk_size: int = 0) -> int:
@@ -191,7 +196,7 @@ def _not_built(*arguments: object) -> None:
 
 
 if kernels is not None:
-    kernels.rule_codes.update(_RULE_CODES)
+    check_rules(kernels.rule_facts)
 attend: Callable[..., tuple[Tensor, Tensor | None] | None] = _not_built if kernels is None else kernels.attend
 """The whole call without Python, for plain inference on the CPU, or ``None``: then the general path runs it or says what is
 wrong. attend(q, k, v, beta, log_gate, rule, qk_l2norm, scale, initial_state, output_final_state, in_place, check_domain)"""
