@@ -26,13 +26,13 @@ void check(bool condition, const char* message) {
 }
 
 struct ScanInputs {
-  Tensor q, k, v, log_decay, erase, write, initial_state, cu_seqlens;
+  Tensor q, k, v, log_decay, erase, write, log_gate, beta, initial_state, cu_seqlens;
 
-  // c0, c1, c2: log_decay, erase, write, or with a rule: log_gate, beta, None.
-  ScanInputs(nb::handle q, nb::handle k, nb::handle v, nb::handle c0, nb::handle c1, nb::handle c2, nb::handle initial_state,
-             nb::handle cu_seqlens)
-      : q(q, "q"), k(k, "k"), v(v, "v"), log_decay(c0, "log_decay"), erase(c1, "erase"), write(c2, "write"),
-        initial_state(initial_state, "initial_state"), cu_seqlens(cu_seqlens, "cu_seqlens") {}
+  ScanInputs(nb::handle q, nb::handle k, nb::handle v, nb::handle log_decay, nb::handle erase, nb::handle write,
+             nb::handle log_gate, nb::handle beta, nb::handle initial_state, nb::handle cu_seqlens)
+      : q(q, "q"), k(k, "k"), v(v, "v"), log_decay(log_decay, "log_decay"), erase(erase, "erase"), write(write, "write"),
+        log_gate(log_gate, "log_gate"), beta(beta, "beta"), initial_state(initial_state, "initial_state"),
+        cu_seqlens(cu_seqlens, "cu_seqlens") {}
 
   Problem problem(int rule, bool l2norm, double scale, int threads) const {
     Problem p;
@@ -51,6 +51,8 @@ struct ScanInputs {
     p.log_decay = log_decay.scalars({p.batch, p.tokens, p.value_heads}, compute_type(p.dtype));
     p.erase = erase.scalars({p.batch, p.tokens, p.value_heads}, compute_type(p.dtype));
     p.write = write.scalars({p.batch, p.tokens, p.value_heads}, compute_type(p.dtype));
+    p.log_gate = log_gate.scalars({p.batch, p.tokens, p.value_heads}, compute_type(p.dtype));
+    p.beta = beta.scalars({p.batch, p.tokens, p.value_heads}, compute_type(p.dtype));
     p.initial_state = initial_state.dense({p.sequences, p.value_heads, p.K, p.V}, compute_type(p.dtype));
     p.cu_seqlens = cu_seqlens.integers(p.sequences + 1);
     return p;
@@ -62,10 +64,10 @@ int64_t border_count(const Problem& p) {
   return efla::border_size(p.cu_seqlens, p.sequences, p.tokens, p.value_heads, p.K, p.V);
 }
 
-unsigned forward(nb::handle q, nb::handle k, nb::handle v, nb::handle c0, nb::handle c1, nb::handle c2, nb::handle initial_state,
-                 nb::handle cu_seqlens, nb::handle o, nb::handle final_state, nb::handle border_states, int rule, bool l2norm,
+unsigned forward(nb::handle q, nb::handle k, nb::handle v, nb::handle log_decay, nb::handle erase, nb::handle write,
+                 nb::handle log_gate, nb::handle beta, nb::handle initial_state, nb::handle cu_seqlens, nb::handle o, nb::handle final_state, nb::handle border_states, int rule, bool l2norm,
                  double scale, bool in_place, bool check_domain, int threads) {
-  const ScanInputs inputs(q, k, v, c0, c1, c2, initial_state, cu_seqlens);
+  const ScanInputs inputs(q, k, v, log_decay, erase, write, log_gate, beta, initial_state, cu_seqlens);
   const Tensor to(o, "o"), tf(final_state, "final_state"), tb(border_states, "border_states");
   Problem p = inputs.problem(rule, l2norm, scale, threads);
   p.check_domain = check_domain;
@@ -79,14 +81,15 @@ unsigned forward(nb::handle q, nb::handle k, nb::handle v, nb::handle c0, nb::ha
 }
 
 // Gradients of what is None are not wanted.
-unsigned backward(nb::handle q, nb::handle k, nb::handle v, nb::handle c0, nb::handle c1, nb::handle c2, nb::handle initial_state,
-                  nb::handle cu_seqlens, nb::handle border_states, nb::handle d_o, nb::handle d_final_state, nb::handle dq,
-                  nb::handle dk, nb::handle dv, nb::handle d_c0, nb::handle d_c1, nb::handle d_c2, nb::handle d_initial_state,
+unsigned backward(nb::handle q, nb::handle k, nb::handle v, nb::handle log_decay, nb::handle erase, nb::handle write,
+                  nb::handle log_gate, nb::handle beta, nb::handle initial_state, nb::handle cu_seqlens, nb::handle border_states, nb::handle d_o, nb::handle d_final_state, nb::handle dq,
+                  nb::handle dk, nb::handle dv, nb::handle d_log_decay, nb::handle d_erase, nb::handle d_write, nb::handle d_log_gate, nb::handle d_beta, nb::handle d_initial_state,
                   int rule, bool l2norm, double scale, int threads) {
-  const ScanInputs inputs(q, k, v, c0, c1, c2, initial_state, cu_seqlens);
+  const ScanInputs inputs(q, k, v, log_decay, erase, write, log_gate, beta, initial_state, cu_seqlens);
   const Tensor tb(border_states, "border_states"), to(d_o, "grad of o"), tf(d_final_state, "grad of final_state");
   const Tensor tq(dq, "dq"), tk(dk, "dk"), tv(dv, "dv"), ti(d_initial_state, "d_initial_state");
-  const Tensor t0(d_c0, "d_log_decay"), t1(d_c1, "d_erase"), t2(d_c2, "d_write");
+  const Tensor td(d_log_decay, "d_log_decay"), te(d_erase, "d_erase"), tw(d_write, "d_write");
+  const Tensor tg(d_log_gate, "d_log_gate"), tbeta(d_beta, "d_beta");
   Problem p = inputs.problem(rule, l2norm, scale, threads);
   const Dtype compute = compute_type(p.dtype);
   p.border_states = tb.dimensions(1).dense({border_count(p)}, compute);
@@ -95,9 +98,11 @@ unsigned backward(nb::handle q, nb::handle k, nb::handle v, nb::handle c0, nb::h
   p.dq = tq.dimensions(4).dense({p.batch, p.tokens, p.key_heads, p.K}, p.dtype);
   p.dk = tk.dimensions(4).dense({p.batch, p.tokens, p.key_heads, p.K}, p.dtype);
   p.dv = tv.dimensions(4).dense({p.batch, p.tokens, p.value_heads, p.V}, p.dtype);
-  p.d_log_decay = t0.dense({p.batch, p.tokens, p.value_heads}, compute);
-  p.d_erase = t1.dense({p.batch, p.tokens, p.value_heads}, compute);
-  p.d_write = t2.dense({p.batch, p.tokens, p.value_heads}, compute);
+  p.d_log_decay = td.dense({p.batch, p.tokens, p.value_heads}, compute);
+  p.d_erase = te.dense({p.batch, p.tokens, p.value_heads}, compute);
+  p.d_write = tw.dense({p.batch, p.tokens, p.value_heads}, compute);
+  p.d_log_gate = tg.dense({p.batch, p.tokens, p.value_heads}, compute);
+  p.d_beta = tbeta.dense({p.batch, p.tokens, p.value_heads}, compute);
   p.d_initial_state = ti.dense({p.sequences, p.value_heads, p.K, p.V}, compute);
   nb::gil_scoped_release release;
   return efla::run_backward(p);
@@ -136,7 +141,8 @@ nb::object attend(nb::handle q, nb::handle k, nb::handle v, nb::handle beta, nb:
   for (nb::handle tensor : {q, k, v, beta, log_gate, initial_state})
     if (!tensor.is_none() && !efla::is_plain_tensor(tensor)) return nb::none();
   if (beta.is_none() == efla::kRules[int(rule)].needs_beta || log_gate.is_none() == efla::kRules[int(rule)].needs_gate) return nb::none();
-  const ScanInputs inputs(q, k, v, log_gate, beta, nb::none(), initial_state, nb::none());
+  const nb::handle none = Py_None;
+  const ScanInputs inputs(q, k, v, none, none, none, log_gate, beta, initial_state, none);
   Problem p = inputs.problem(int(rule), l2norm.ptr() == Py_True, 1.0, efla::num_threads());
   if (!p.batch || !p.tokens || (p.tokens > 1 && p.tokens < p.key_heads)) return nb::none();  // an unusual layout is looked at
   p.scale = scale.is_none() ? 1.0 / std::sqrt(double(p.K)) : PyFloat_AsDouble(scale.ptr());
@@ -308,14 +314,14 @@ NB_MODULE(_kernels, m) {
   // Tensors that a call does not have are None.
   const auto t = [](const char* name) { return nb::arg(name).none(); };
   m.doc() = "CPU kernels of the three-scalar recurrence and of the layers around it.";
-  m.def("forward", &forward, t("q"), t("k"), t("v"), t("c0"), t("c1"), t("c2"), t("initial_state"), t("cu_seqlens"), t("o"),
+  m.def("forward", &forward, t("q"), t("k"), t("v"), t("log_decay"), t("erase"), t("write"), t("log_gate"), t("beta"), t("initial_state"), t("cu_seqlens"), t("o"),
         t("final_state"), t("border_states"), nb::arg("rule"), nb::arg("l2norm"), nb::arg("scale"), nb::arg("in_place"),
         nb::arg("check_domain"), nb::arg("threads"),
-        "Run the recurrence on raw scalars (rule -1: log_decay, erase, write) or by a rule (log_gate, beta, None). "
+        "Run the recurrence on log_decay, erase and write (rule -1), or on the log_gate and beta of a rule. "
         "in_place: the final state overwrites the initial one, unless check_domain finds inputs outside the rule's domain. "
         "Returns status bits: 1 = some beta < 0, 2 = some log_gate > 0.");
-  m.def("backward", &backward, t("q"), t("k"), t("v"), t("c0"), t("c1"), t("c2"), t("initial_state"), t("cu_seqlens"),
-        t("border_states"), t("d_o"), t("d_final_state"), t("dq"), t("dk"), t("dv"), t("d_c0"), t("d_c1"), t("d_c2"),
+  m.def("backward", &backward, t("q"), t("k"), t("v"), t("log_decay"), t("erase"), t("write"), t("log_gate"), t("beta"), t("initial_state"), t("cu_seqlens"),
+        t("border_states"), t("d_o"), t("d_final_state"), t("dq"), t("dk"), t("dv"), t("d_log_decay"), t("d_erase"), t("d_write"), t("d_log_gate"), t("d_beta"),
         t("d_initial_state"), nb::arg("rule"), nb::arg("l2norm"), nb::arg("scale"), nb::arg("threads"),
         "Gradients of forward; returns the same status bits.");
   m.def(

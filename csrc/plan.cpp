@@ -47,8 +47,8 @@ template <class T, class F> bool any_scalar(const Problem& p, const Strided& s, 
 }
 
 template <class T> unsigned domain_status(const Problem& p) {
-  const bool negative = any_scalar<T>(p, p.erase, [](T beta) { return beta < 0; });
-  const bool positive = any_scalar<T>(p, p.log_decay, [](T log_gate) { return log_gate > 0; });
+  const bool negative = any_scalar<T>(p, p.beta, [](T beta) { return beta < 0; });
+  const bool positive = any_scalar<T>(p, p.log_gate, [](T log_gate) { return log_gate > 0; });
   return (negative ? kNegativeBeta : 0) | (positive ? kPositiveLogGate : 0);
 }
 

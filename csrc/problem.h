@@ -38,9 +38,8 @@ struct Problem {
   bool l2norm = false;
   double scale = 1.0;
   Strided q, k, v;
-  Strided log_decay;  // raw: log_decay, otherwise log_gate (may be null)
-  Strided erase;      // raw: erase, otherwise beta (may be null)
-  Strided write;      // raw: write, otherwise unused
+  Strided log_decay, erase, write;  // Rule::raw only; log_decay and erase may be null: zeros
+  Strided log_gate, beta;           // all other rules; may be null: zeros and ones
   const void* initial_state = nullptr;
   const int64_t* cu_seqlens = nullptr;
   int64_t batch = 0, tokens = 0, sequences = 0, key_heads = 0, value_heads = 0;
@@ -57,7 +56,8 @@ struct Problem {
   Strided d_o;
   const void* d_final_state = nullptr;
   void *dq = nullptr, *dk = nullptr, *dv = nullptr;
-  void *d_log_decay = nullptr, *d_erase = nullptr, *d_write = nullptr;  // rule: d_log_gate, d_beta, unused
+  void *d_log_decay = nullptr, *d_erase = nullptr, *d_write = nullptr;
+  void *d_log_gate = nullptr, *d_beta = nullptr;
   void* d_initial_state = nullptr;
 };
 
@@ -77,7 +77,7 @@ struct Plan {
   // Backward with more than one part: partial sums in the compute type.
   void* dq_parts = nullptr;     // [head_parts * column_parts][B, T, Hk, K]
   void* dk_parts = nullptr;
-  void* scalar_parts = nullptr;  // [column_parts][3][B, T, Hv]
+  void* scalar_parts = nullptr;  // [column_parts][3][B, T, Hv], in the order of scalar_gradients (backward.cpp)
 };
 
 struct Task {

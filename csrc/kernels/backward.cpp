@@ -74,6 +74,14 @@ inline void recompute(const Problem& p, const BackwardScratch<T>& s, int rows, i
   }
 }
 
+// Where the gradients of a call's scalars go, dense or null: log_decay, erase and write, or log_gate and beta of a rule.
+struct ScalarGradients { void* dense[3]; };
+
+EFLA_INLINE ScalarGradients scalar_gradients(const Problem& p) {
+  if (p.rule == Rule::raw) return {{p.d_log_decay, p.d_erase, p.d_write}};
+  return {{p.d_log_gate, p.d_beta, nullptr}};
+}
+
 template <class E> struct Outputs {
   using T = Compute<E>;
   const Problem& p;
@@ -117,15 +125,18 @@ inline void finish_block(const Outputs<E>& out, const BackwardScratch<Compute<E>
   using T = Compute<E>;
   const Problem& p = out.p;
   const BlockScratch<T>& b = s.block;
+  const ScalarGradients to = scalar_gradients(p);
+  T d_log_gate[kBlock], d_beta[kBlock];
   T g1[kBlock] = {}, r1[kBlock] = {}, g2[kBlock] = {}, r2[kBlock] = {};
-  if (p.rule != Rule::raw) {
+  const bool raw = p.rule == Rule::raw;
+  if (!raw) {
     for (int i = 0; i < kBlock; i += kLanes<T>) {
       Vec<T> d_decay = facts(p.rule).has_decay ? load(b.d_decay + i) : Vec<T>{};
       RuleGradient<T> g = rule_backward<T>(p.rule, load(s.scalars.beta + t + i), load(s.scalars.log_gate + t + i),
                                            load(s.keys.lam + t + i), d_decay, load(b.d_erase + i), load(b.d_erase_scaled + i),
                                            load(b.d_write + i));
-      store(b.d_erase + i, g.beta);
-      store(b.d_decay + i, g.log_gate);
+      store(d_beta + i, g.beta);
+      store(d_log_gate + i, g.log_gate);
       store(g1 + i, g.g1);
       store(r1 + i, g.r1);
       store(g2 + i, g.g2);
@@ -135,9 +146,8 @@ inline void finish_block(const Outputs<E>& out, const BackwardScratch<Compute<E>
   const int padded_K = out.plan.padded_K;
   const bool through_norm = facts(p.rule).uses_norm;
   for (int i = 0; i < kBlock && t + i < count; ++i) {
-    out.scalar(p.d_log_decay, 0, first + t + i, head, b.d_decay[i]);
-    out.scalar(p.d_erase, 1, first + t + i, head, b.d_erase[i]);
-    out.scalar(p.d_write, 2, first + t + i, head, b.d_write[i]);
+    const T gradients[] = {raw ? b.d_decay[i] : d_log_gate[i], raw ? b.d_erase[i] : d_beta[i], b.d_write[i]};
+    for (int n = 0; n < 3; ++n) out.scalar(to.dense[n], n, first + t + i, head, gradients[n]);
     out.value_row(first + t + i, head, b.dR + i * kRow<T>, s.scalars.write[t + i]);
     T *dq = s.dq + (t + i) * kRow<T>, *dk = s.dk + (t + i) * kRow<T>;
     const T *dq_block = b.dq + i * kRow<T>, *dk_block = b.dk + i * kRow<T>, *k = s.keys.k + (t + i) * kRow<T>;
@@ -272,14 +282,14 @@ template <class E> void reduce_rows(const Problem& p, const Plan& plan, int64_t 
   }
   if (plan.column_parts == 1) return;
   const int64_t scalars = p.batch * p.tokens * p.value_heads;
-  void* dense[] = {p.d_log_decay, p.d_erase, p.d_write};
+  const ScalarGradients to = scalar_gradients(p);
   for (int index = 0; index < 3; ++index) {
-    if (!dense[index]) continue;
+    if (!to.dense[index]) continue;
     for (int64_t i = begin * p.value_heads; i < end * p.value_heads; ++i) {
       T total = 0;
       for (int part = 0; part < plan.column_parts; ++part)
         total += static_cast<const T*>(plan.scalar_parts)[(int64_t(part) * 3 + index) * scalars + i];
-      static_cast<T*>(dense[index])[i] = total;
+      static_cast<T*>(to.dense[index])[i] = total;
     }
   }
 }

@@ -153,8 +153,8 @@ inline void load_scalars(const Problem& p, const Task& task, int64_t first, int 
     gather_scalars<T>(p.write, task, first, count, head, T(0), s.write);
     for (int t = 0; t < rows; t += kLanes<T>) store(s.decay + t, vexp<T>(load(s.decay + t)));
   } else {
-    gather_scalars<T>(p.log_decay, task, first, count, head, T(0), s.log_gate);
-    gather_scalars<T>(p.erase, task, first, count, head, T(1), s.beta);
+    gather_scalars<T>(p.log_gate, task, first, count, head, T(0), s.log_gate);
+    gather_scalars<T>(p.beta, task, first, count, head, T(1), s.beta);
     IntVec<T> negative{}, positive{};
     for (int t = 0; t < rows; t += kLanes<T>) {
       Vec<T> beta = load(s.beta + t), log_gate = load(s.log_gate + t);

@@ -149,7 +149,8 @@ void coefficients(Rule r, double beta, double lam, double gate, double* c) {
 
 struct Case {
   Problem p;
-  Tensor q, k, v, o, d_o, c0, c1, c2;
+  Tensor q, k, v, o, d_o;
+  Tensor c0, c1, c2;  // log_decay, erase, write; by a rule: log_gate, beta, unused
   std::vector<int64_t> cu;
   std::vector<double> initial, d_final;
   bool has_initial, has_d_final;
@@ -322,7 +323,8 @@ bool run_case(Case& c, const Reference& want) {
   c.o.memory = c.o.before;
   p.q = c.q.strided, p.k = c.k.strided, p.v = c.v.strided, p.o = c.o.strided, p.d_o = c.d_o.strided;
   p.o.data = c.o.memory.data() + c.o.origin * int64_t(element_size(p.dtype));
-  p.log_decay = c.c0.strided, p.erase = c.c1.strided, p.write = c.c2.strided;
+  const bool raw = p.rule == Rule::raw;
+  (raw ? p.log_decay : p.log_gate) = c.c0.strided, (raw ? p.erase : p.beta) = c.c1.strided, p.write = c.c2.strided;
   p.cu_seqlens = cu;
   p.initial_state = c.has_initial ? initial.data() : nullptr;
   p.border_states = borders.data();
@@ -340,15 +342,14 @@ bool run_case(Case& c, const Reference& want) {
   Dense d0(compute, scalars), d1(compute, scalars), d2(compute, scalars);
   p.d_final_state = c.has_d_final ? d_final.data() : nullptr;
   p.dq = dq.data(), p.dk = dk.data(), p.dv = dv.data(), p.d_initial_state = d_initial.data();
-  p.d_log_decay = d0.data(), p.d_erase = d1.data(), p.d_write = d2.data();
+  (raw ? p.d_log_decay : p.d_log_gate) = d0.data(), (raw ? p.d_erase : p.d_beta) = d1.data(), p.d_write = d2.data();
   ok &= run_backward(p) == 0;
   ok &= close("dq", c, want.dq, values(dq, keys), loose) && close("dk", c, want.dk, values(dk, keys), loose) &&
         close("dv", c, want.dv, values(dv, want.dv.size()), loose) &&
         close("d initial state", c, want.d_initial, values(d_initial, states), tight);
-  const bool raw = p.rule == Rule::raw;
   const double chain = raw ? tight : std::fmax(tight, 1e-6);  // the reference differentiates numerically
   const RuleFacts& facts = raw ? kRaw : kRules[int(p.rule)];
-  if (facts.has_decay) ok &= close("d log_decay", c, want.d0, values(d0, scalars), chain);
+  if (facts.has_decay) ok &= close("d log_decay or log_gate", c, want.d0, values(d0, scalars), chain);
   if (raw || facts.needs_beta) ok &= close("d erase or beta", c, want.d1, values(d1, scalars), chain);
   if (raw) ok &= close("d write", c, want.d2, values(d2, scalars), tight);
 
@@ -364,7 +365,7 @@ bool run_case(Case& c, const Reference& want) {
       Dense untouched = initial;
       Tensor beta = c.c1;
       beta.fill([] { return -1.0; });
-      p.erase = beta.strided, p.erase.data = beta.memory.data() + beta.origin * int64_t(element_size(compute));
+      p.beta = beta.strided, p.beta.data = beta.memory.data() + beta.origin * int64_t(element_size(compute));
       p.initial_state = p.final_state = untouched.data(), p.check_domain = true;
       ok &= run_forward(p) == kNegativeBeta;
       if (untouched.memory != initial.memory) std::fprintf(stderr, "REFUSED but written: %s\n", c.name.c_str()), ok = false;

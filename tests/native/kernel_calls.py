@@ -100,7 +100,7 @@ def _scan(s: Sizes) -> tuple[Tensor | None, ...]:
     v = torch.randn(s.batch, s.tokens, heads, s.value_dim).to(s.dtype)
     log_gate, beta = (torch.rand(s.batch, s.tokens, heads, dtype=s.wide) for _ in range(2))
     state = torch.randn(s.num_sequences, heads, s.key_dim, s.value_dim, dtype=s.wide)
-    return q, k, v, -log_gate, beta, None, state, s.cu_seqlens
+    return q, k, v, None, None, None, -log_gate, beta, state, s.cu_seqlens
 
 
 def _border_states(s: Sizes) -> Tensor:
@@ -112,16 +112,17 @@ def _border_states(s: Sizes) -> Tensor:
 def forward(s: Sizes) -> tuple:
     inputs = _scan(s)
     rule = kernels.rule_codes["gated_delta"]
-    results = torch.empty_like(inputs[2]), torch.empty_like(inputs[6]), _border_states(s)
+    results = torch.empty_like(inputs[2]), torch.empty_like(inputs[8]), _border_states(s)
     return *inputs, *results, rule, False, 0.5, False, True, 1
 
 
 def backward(s: Sizes) -> tuple:
-    q, k, v, log_gate, beta, _, state, _ = inputs = _scan(s)
+    q, k, v, _, _, _, log_gate, beta, state, _ = inputs = _scan(s)
     given = _border_states(s), torch.randn_like(v), torch.randn_like(state)
-    gradients = [torch.empty_like(x) for x in (q, k, v, log_gate, beta)]
+    d_q, d_k, d_v, d_log_gate, d_beta = (torch.empty_like(x) for x in (q, k, v, log_gate, beta))
+    gradients = d_q, d_k, d_v, None, None, None, d_log_gate, d_beta
     rule = kernels.rule_codes["gated_delta"]
-    return *inputs, *given, *gradients, None, torch.empty_like(state), rule, False, 0.5, 1
+    return *inputs, *given, *gradients, torch.empty_like(state), rule, False, 0.5, 1
 
 
 KERNELS = {

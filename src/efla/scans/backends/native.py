@@ -65,20 +65,17 @@ def saved_size(k: Tensor, v: Tensor, chunk_size: int = 0) -> int:
 
 
 def forward(request: ScanRequest, save: bool) -> ScanResult:
-    scalars = (request.log_decay, request.erase, request.write)
-    return _forward(request, scalars, _RAW, False, save)[0]
+    return _forward(request, save)[0]
 
 
 def fused_forward(request: FusedRequest, save: bool, *, in_place: bool = False) -> tuple[ScanResult, int]:
     """The result and the kernels' status bits: 1 if some beta < 0, 2 if some log_gate > 0."""
-    scalars = (request.log_gate, request.beta, None)
-    return _forward(request, scalars, _RULE_CODES[request.rule], request.qk_l2norm, save, in_place)
+    return _forward(request, save, in_place)
 
 
 def backward(request: ScanRequest, saved: Tensor, grad_o: Tensor, grad_final_state: Tensor | None) -> ScanGradients:
-    scalars = (request.log_decay, request.erase, request.write)
-    d_q, d_k, d_v, d_scalars, d_initial = _backward(request, scalars, _RAW, False, saved, grad_o, grad_final_state)
-    d_log_decay, d_erase, d_write = d_scalars
+    d_q, d_k, d_v, d_scalars, d_initial = _backward(request, saved, grad_o, grad_final_state)
+    d_log_decay, d_erase, d_write, _, _ = d_scalars
     assert d_write is not None
     return ScanGradients(d_q, d_k, d_v, d_log_decay, d_erase, d_write, d_initial)
 
@@ -86,32 +83,27 @@ def backward(request: ScanRequest, saved: Tensor, grad_o: Tensor, grad_final_sta
 def fused_backward(
     request: FusedRequest, saved: Tensor, grad_o: Tensor, grad_final_state: Tensor | None
 ) -> FusedGradients:
-    scalars = (request.log_gate, request.beta, None)
-    code = _RULE_CODES[request.rule]
-    d_q, d_k, d_v, d_scalars, d_initial = _backward(
-        request, scalars, code, request.qk_l2norm, saved, grad_o, grad_final_state
-    )
-    d_log_gate, d_beta, _ = d_scalars
+    d_q, d_k, d_v, d_scalars, d_initial = _backward(request, saved, grad_o, grad_final_state)
+    _, _, _, d_log_gate, d_beta = d_scalars
     return FusedGradients(d_q, d_k, d_v, d_beta, d_log_gate, d_initial)
 
 
-_Scalars = tuple[Tensor | None, Tensor | None, Tensor | None]
-
-
 class _Inputs(NamedTuple):
-    """What both directions hand to the kernels, in their layout."""
+    """What both directions pass to the kernels, in their layout and order."""
 
     q: Tensor
     k: Tensor
     v: Tensor
-    first: Tensor | None
-    second: Tensor | None
-    third: Tensor | None
+    log_decay: Tensor | None
+    erase: Tensor | None
+    write: Tensor | None
+    log_gate: Tensor | None
+    beta: Tensor | None
     initial_state: Tensor | None
     cu_seqlens: Tensor | None
 
 
-def _inputs(request: ScanRequest | FusedRequest, scalars: _Scalars) -> _Inputs:
+def _inputs(request: ScanRequest | FusedRequest) -> _Inputs:
     q, k, v = (_rows(x) for x in (request.q, request.k, request.v))
     initial_state, cu_seqlens = request.initial_state, request.cu_seqlens
     if initial_state is not None:
@@ -122,14 +114,24 @@ def _inputs(request: ScanRequest | FusedRequest, scalars: _Scalars) -> _Inputs:
         q, k, v = q.double(), k.double(), v.double()
     if cu_seqlens is not None:
         cu_seqlens = cu_seqlens.to(torch.int64).contiguous()
-    first, second, third = (None if x is None else materialize(x) for x in scalars)
-    return _Inputs(q, k, v, first, second, third, initial_state, cu_seqlens)
+    scalars: tuple[Tensor | None, ...]
+    if isinstance(request, FusedRequest):
+        scalars = (None, None, None, request.log_gate, request.beta)
+    else:
+        scalars = (request.log_decay, request.erase, request.write, None, None)
+    scalars = tuple(None if x is None else materialize(x) for x in scalars)
+    return _Inputs._make((q, k, v, *scalars, initial_state, cu_seqlens))
 
 
-def _forward(
-    request: ScanRequest | FusedRequest, scalars: _Scalars, rule: int, l2norm: bool, save: bool, in_place: bool = False
-) -> tuple[ScanResult, int]:
-    inputs = _inputs(request, scalars)
+def _settings(request: ScanRequest | FusedRequest) -> tuple[int, bool, float]:
+    """The rule's code, whether keys are normalised inside, and the scale."""
+    if isinstance(request, FusedRequest):
+        return _RULE_CODES[request.rule], request.qk_l2norm, request.scale
+    return _RAW, False, request.scale
+
+
+def _forward(request: ScanRequest | FusedRequest, save: bool, in_place: bool = False) -> tuple[ScanResult, int]:
+    inputs = _inputs(request)
     o = torch.empty(inputs.v.shape, dtype=inputs.v.dtype)
     # A state in another dtype or layout has been copied: there is nothing to overwrite.
     in_place = in_place and request.initial_state is not None and inputs.initial_state is request.initial_state
@@ -137,7 +139,7 @@ def _forward(
     assert final_state is not None
     saved = torch.empty(_border_elements(request, inputs.cu_seqlens) if save else 0, dtype=request.compute_dtype)
     status: int = kernels.forward(
-        *inputs, o, None if in_place else final_state, saved if save else None, rule, l2norm, request.scale, in_place,
+        *inputs, o, None if in_place else final_state, saved if save else None, *_settings(request), in_place,
         validation.enabled, torch.get_num_threads(),
     )  # fmt: skip
     if in_place:
@@ -146,26 +148,20 @@ def _forward(
 
 
 def _backward(
-    request: ScanRequest | FusedRequest,
-    scalars: _Scalars,
-    rule: int,
-    l2norm: bool,
-    saved: Tensor,
-    grad_o: Tensor,
-    grad_final_state: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor, _Scalars, Tensor | None]:
-    inputs = _inputs(request, scalars)
+    request: ScanRequest | FusedRequest, saved: Tensor, grad_o: Tensor, grad_final_state: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor, list[Tensor | None], Tensor | None]:
+    """Gradients of q, k, v, of the five scalars in the order of ``_Inputs``, and of the initial state."""
+    inputs = _inputs(request)
     if grad_final_state is not None:
         grad_final_state = materialize(grad_final_state.to(request.compute_dtype)).contiguous()
     d_q, d_k, d_v = (torch.empty(x.shape, dtype=x.dtype) for x in inputs[:3])
-    d_first, d_second, d_third = (None if x is None else torch.empty(x.shape, dtype=x.dtype) for x in inputs[3:6])
+    d_scalars = [None if x is None else torch.empty(x.shape, dtype=x.dtype) for x in inputs[3:8]]
     d_initial = None if inputs.initial_state is None else torch.empty_like(inputs.initial_state)
     kernels.backward(
-        *inputs, saved, _rows(grad_o.to(inputs.v.dtype)), grad_final_state, d_q, d_k, d_v, d_first, d_second, d_third,
-        d_initial, rule, l2norm, request.scale, torch.get_num_threads(),
+        *inputs, saved, _rows(grad_o.to(inputs.v.dtype)), grad_final_state, d_q, d_k, d_v, *d_scalars, d_initial,
+        *_settings(request), torch.get_num_threads(),
     )  # fmt: skip
-    d_q, d_k, d_v = d_q.to(request.q.dtype), d_k.to(request.k.dtype), d_v.to(request.v.dtype)
-    return d_q, d_k, d_v, (d_first, d_second, d_third), d_initial
+    return d_q.to(request.q.dtype), d_k.to(request.k.dtype), d_v.to(request.v.dtype), d_scalars, d_initial
 
 
 def _border_elements(request: ScanRequest | FusedRequest, cu_seqlens: Tensor | None) -> int:
