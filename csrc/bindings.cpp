@@ -59,40 +59,40 @@ struct ScanInputs {
   }
 };
 
-int64_t border_count(const Problem& p) {
+int64_t boundary_count(const Problem& p) {
   efla::validate(p);
-  return efla::border_size(p.cu_seqlens, p.sequences, p.tokens, p.value_heads, p.K, p.V);
+  return efla::boundary_size(p.cu_seqlens, p.sequences, p.tokens, p.value_heads, p.K, p.V);
 }
 
 unsigned forward(nb::handle q, nb::handle k, nb::handle v, nb::handle log_decay, nb::handle erase, nb::handle write,
-                 nb::handle log_gate, nb::handle beta, nb::handle initial_state, nb::handle cu_seqlens, nb::handle o, nb::handle final_state, nb::handle border_states, int rule, bool l2norm,
+                 nb::handle log_gate, nb::handle beta, nb::handle initial_state, nb::handle cu_seqlens, nb::handle o, nb::handle final_state, nb::handle boundary_states, int rule, bool l2norm,
                  double scale, bool in_place, bool check_domain, int threads) {
   const ScanInputs inputs(q, k, v, log_decay, erase, write, log_gate, beta, initial_state, cu_seqlens);
-  const Tensor to(o, "o"), tf(final_state, "final_state"), tb(border_states, "border_states");
+  const Tensor to(o, "o"), tf(final_state, "final_state"), tb(boundary_states, "boundary_states");
   Problem p = inputs.problem(rule, l2norm, scale, threads);
   p.check_domain = check_domain;
   p.o = to.dimensions(4).rows({p.batch, p.tokens, p.value_heads, p.V}, p.dtype);
   const Dtype compute = compute_type(p.dtype);
   p.final_state = in_place ? inputs.initial_state.writable({p.sequences, p.value_heads, p.K, p.V}, compute)
                            : tf.dense({p.sequences, p.value_heads, p.K, p.V}, compute);
-  if (tb) p.border_states = tb.dense({border_count(p)}, compute);
+  if (tb) p.boundary_states = tb.dense({boundary_count(p)}, compute);
   nb::gil_scoped_release release;
   return efla::run_forward(p);
 }
 
 // Gradients of what is None are not wanted.
 unsigned backward(nb::handle q, nb::handle k, nb::handle v, nb::handle log_decay, nb::handle erase, nb::handle write,
-                  nb::handle log_gate, nb::handle beta, nb::handle initial_state, nb::handle cu_seqlens, nb::handle border_states, nb::handle d_o, nb::handle d_final_state, nb::handle dq,
+                  nb::handle log_gate, nb::handle beta, nb::handle initial_state, nb::handle cu_seqlens, nb::handle boundary_states, nb::handle d_o, nb::handle d_final_state, nb::handle dq,
                   nb::handle dk, nb::handle dv, nb::handle d_log_decay, nb::handle d_erase, nb::handle d_write, nb::handle d_log_gate, nb::handle d_beta, nb::handle d_initial_state,
                   int rule, bool l2norm, double scale, int threads) {
   const ScanInputs inputs(q, k, v, log_decay, erase, write, log_gate, beta, initial_state, cu_seqlens);
-  const Tensor tb(border_states, "border_states"), to(d_o, "grad of o"), tf(d_final_state, "grad of final_state");
+  const Tensor tb(boundary_states, "boundary_states"), to(d_o, "grad of o"), tf(d_final_state, "grad of final_state");
   const Tensor tq(dq, "dq"), tk(dk, "dk"), tv(dv, "dv"), ti(d_initial_state, "d_initial_state");
   const Tensor td(d_log_decay, "d_log_decay"), te(d_erase, "d_erase"), tw(d_write, "d_write");
   const Tensor tg(d_log_gate, "d_log_gate"), tbeta(d_beta, "d_beta");
   Problem p = inputs.problem(rule, l2norm, scale, threads);
   const Dtype compute = compute_type(p.dtype);
-  p.border_states = tb.dimensions(1).dense({border_count(p)}, compute);
+  p.boundary_states = tb.dimensions(1).dense({boundary_count(p)}, compute);
   p.d_o = to.dimensions(4).rows({p.batch, p.tokens, p.value_heads, p.V}, p.dtype);
   p.d_final_state = tf.dense({p.sequences, p.value_heads, p.K, p.V}, compute);
   p.dq = tq.dimensions(4).dense({p.batch, p.tokens, p.key_heads, p.K}, p.dtype);
@@ -225,10 +225,10 @@ void norm_backward(nb::handle x, nb::handle weight, nb::handle dy, nb::handle dx
   const NormInputs inputs(x, weight);
   const Tensor tdy(dy, "dy"), tdx(dx, "dx"), parts(dweight_parts, "dweight_parts");
   efla::NormProblem p = inputs.problem(factor, eps);
-  p.groups = efla::norm_groups(p.rows);
+  p.parts = efla::norm_parts(p.rows);
   p.dy = tdy.dimensions(2).dense({p.rows, p.width}, p.dtype);
   p.dx = tdx.dimensions(2).dense({p.rows, p.width}, p.dtype);
-  p.dweight_parts = parts.dense({p.groups, p.width}, compute_type(p.dtype));
+  p.dweight_parts = parts.dense({p.parts, p.width}, compute_type(p.dtype));
   nb::gil_scoped_release release;
   efla::run_norm_backward(p, threads);
 }
@@ -271,11 +271,11 @@ void conv_backward(nb::handle x, nb::handle weight, nb::handle bias, nb::handle 
   const ConvInputs inputs(x, weight, bias, past, cu_seqlens);
   const Tensor tdy(dy, "dy"), tdx(dx, "dx"), tdp(dpast, "dpast"), parts(dweight_parts, "dweight_parts");
   efla::ConvProblem p = inputs.problem(silu);
-  p.groups = efla::conv_groups(p.cu_seqlens, p.sequences, p.tokens);
+  p.parts = efla::conv_parts(p.cu_seqlens, p.sequences, p.tokens);
   p.dy = tdy.dimensions(3).dense({p.batch, p.tokens, p.channels}, p.dtype);
   p.dx = tdx.dimensions(3).dense({p.batch, p.tokens, p.channels}, p.dtype);
   p.dpast = tdp.dense({p.sequences, p.width - 1, p.channels}, compute_type(p.dtype));
-  p.dweight_parts = parts.dimensions(3).dense({p.groups, p.width + 1, p.channels}, compute_type(p.dtype));
+  p.dweight_parts = parts.dimensions(3).dense({p.parts, p.width + 1, p.channels}, compute_type(p.dtype));
   nb::gil_scoped_release release;
   efla::run_conv_backward(p, threads);
 }
@@ -315,20 +315,20 @@ NB_MODULE(_kernels, m) {
   const auto t = [](const char* name) { return nb::arg(name).none(); };
   m.doc() = "CPU kernels of the three-scalar recurrence and of the layers around it.";
   m.def("forward", &forward, t("q"), t("k"), t("v"), t("log_decay"), t("erase"), t("write"), t("log_gate"), t("beta"), t("initial_state"), t("cu_seqlens"), t("o"),
-        t("final_state"), t("border_states"), nb::arg("rule"), nb::arg("l2norm"), nb::arg("scale"), nb::arg("in_place"),
+        t("final_state"), t("boundary_states"), nb::arg("rule"), nb::arg("l2norm"), nb::arg("scale"), nb::arg("in_place"),
         nb::arg("check_domain"), nb::arg("threads"),
         "Run the recurrence on log_decay, erase and write (rule -1), or on the log_gate and beta of a rule. "
         "in_place: the final state overwrites the initial one, unless check_domain finds inputs outside the rule's domain. "
         "Returns status bits: 1 = some beta < 0, 2 = some log_gate > 0.");
   m.def("backward", &backward, t("q"), t("k"), t("v"), t("log_decay"), t("erase"), t("write"), t("log_gate"), t("beta"), t("initial_state"), t("cu_seqlens"),
-        t("border_states"), t("d_o"), t("d_final_state"), t("dq"), t("dk"), t("dv"), t("d_log_decay"), t("d_erase"), t("d_write"), t("d_log_gate"), t("d_beta"),
+        t("boundary_states"), t("d_o"), t("d_final_state"), t("dq"), t("dk"), t("dv"), t("d_log_decay"), t("d_erase"), t("d_write"), t("d_log_gate"), t("d_beta"),
         t("d_initial_state"), nb::arg("rule"), nb::arg("l2norm"), nb::arg("scale"), nb::arg("threads"),
         "Gradients of forward; returns the same status bits.");
   m.def(
-      "border_count",
+      "boundary_count",
       [](nb::handle cu_seqlens, int64_t N, int64_t T, int64_t Hv, int K, int V) {
-        const Tensor borders(cu_seqlens, "cu_seqlens");
-        return efla::border_size(borders.integers(N + 1), N, T, Hv, K, V);
+        const Tensor boundaries(cu_seqlens, "cu_seqlens");
+        return efla::boundary_size(boundaries.integers(N + 1), N, T, Hv, K, V);
       },
       t("cu_seqlens"), nb::arg("N"), nb::arg("T"), nb::arg("Hv"), nb::arg("K"), nb::arg("V"),
       "Elements (of the state's type) of the border-state buffer that forward fills for backward.");
@@ -336,8 +336,8 @@ NB_MODULE(_kernels, m) {
   m.def("norm_forward", &norm_forward, t("x"), t("weight"), t("y"), nb::arg("factor"), nb::arg("eps"), nb::arg("threads"),
         "Rows divided by the root of factor * sum of squares + eps, times weight.");
   m.def("norm_backward", &norm_backward, t("x"), t("weight"), t("dy"), t("dx"), t("dweight_parts"), nb::arg("factor"),
-        nb::arg("eps"), nb::arg("threads"), "Gradients of norm_forward; the weight's in norm_groups parts to be added.");
-  m.def("norm_groups", &efla::norm_groups, nb::arg("rows"));
+        nb::arg("eps"), nb::arg("threads"), "Gradients of norm_forward; the weight's in norm_parts parts to be added.");
+  m.def("norm_parts", &efla::norm_parts, nb::arg("rows"));
   m.def("gate_forward", &gate_forward, t("gate"), t("up"), t("y"), nb::arg("threads"), "SiLU of the gate times up, element by element.");
   m.def("gate_backward", &gate_backward, t("gate"), t("up"), t("dy"), t("dgate"), t("dup"), nb::arg("threads"),
         "Gradients of gate_forward.");
@@ -345,12 +345,12 @@ NB_MODULE(_kernels, m) {
         nb::arg("threads"), "Depthwise causal convolution, then SiLU. weight: [W, C]; past: [N, W - 1, C].");
   m.def("conv_backward", &conv_backward, t("x"), t("weight"), t("bias"), t("past"), t("cu_seqlens"), t("dy"), t("dx"),
         t("dpast"), t("dweight_parts"), nb::arg("silu"), nb::arg("threads"),
-        "Gradients of conv_forward; the weight's and bias's in conv_groups parts [groups, W + 1, C] to be added.");
+        "Gradients of conv_forward; the weight's and bias's in conv_parts parts [parts, W + 1, C] to be added.");
   m.def(
-      "conv_groups",
+      "conv_parts",
       [](nb::handle cu_seqlens, int64_t N, int64_t T) {
-        const Tensor borders(cu_seqlens, "cu_seqlens");
-        return efla::conv_groups(borders.integers(N + 1), N, T);
+        const Tensor boundaries(cu_seqlens, "cu_seqlens");
+        return efla::conv_parts(boundaries.integers(N + 1), N, T);
       },
       t("cu_seqlens"), nb::arg("N"), nb::arg("T"));
   m.def("simd_levels", &efla::simd_levels, "Instruction sets this CPU can run, best first.");

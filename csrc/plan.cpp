@@ -18,7 +18,7 @@ namespace efla {
 namespace {
 
 constexpr int64_t kWantedTasks = 8;        // split heads and columns until there are this many
-constexpr int kMaxBundle = 8;
+constexpr int kMaxTaskKeyHeads = 8;
 constexpr double kFlopsPerThread = 300e3;  // below this a second thread costs more than it brings
 
 struct Free { void operator()(void* p) const { std::free(p); } };
@@ -52,7 +52,7 @@ template <class T> unsigned domain_status(const Problem& p) {
   return (negative ? kNegativeBeta : 0) | (positive ? kPositiveLogGate : 0);
 }
 
-int64_t borders(int64_t length) { return length > 0 ? (length - 1) / kTile : 0; }
+int64_t num_boundaries(int64_t length) { return length > 0 ? (length - 1) / kTile : 0; }
 
 struct PlanWithOffsets {
   Plan plan;
@@ -79,14 +79,14 @@ void make_plan(const Problem& p, bool backward, PlanWithOffsets& out) {
   plan.decode = !backward && longest <= (p.final_state ? kDecodeTokens : 1);
   // The largest bundle that leaves every thread a task.
   const int64_t threads = p.threads > 1 ? p.threads : 1;
-  while (!plan.decode && plan.bundle < kMaxBundle && p.key_heads % (2 * plan.bundle) == 0 &&
-         pairs * parts / (2 * plan.bundle) >= threads)
-    plan.bundle *= 2;
-  plan.tasks = pairs * parts / plan.bundle;
-  if (backward || p.border_states) {
+  while (!plan.decode && plan.task_key_heads < kMaxTaskKeyHeads && p.key_heads % (2 * plan.task_key_heads) == 0 &&
+         pairs * parts / (2 * plan.task_key_heads) >= threads)
+    plan.task_key_heads *= 2;
+  plan.tasks = pairs * parts / plan.task_key_heads;
+  if (backward || p.boundary_states) {
     out.offsets.resize(size_t(p.sequences) + 1);
-    for (int64_t n = 0; n < p.sequences; ++n) out.offsets[n + 1] = out.offsets[n] + borders(sequence_length(p, n));
-    plan.border_offset = out.offsets.data();
+    for (int64_t n = 0; n < p.sequences; ++n) out.offsets[n + 1] = out.offsets[n] + num_boundaries(sequence_length(p, n));
+    plan.boundary_offset = out.offsets.data();
   }
 }
 
@@ -96,10 +96,10 @@ Task make_task(const Problem& p, const Plan& plan, int64_t index) {
   t.part = int(index % parts);
   const int head_part = t.part / plan.column_parts;
   t.column_part = t.part % plan.column_parts;
-  const int64_t bundles = p.key_heads / plan.bundle, bundle = index / parts;
-  t.key_begin = bundle % bundles * plan.bundle;
-  t.key_end = t.key_begin + plan.bundle;
-  t.sequence = bundle / bundles;
+  const int64_t ranges = p.key_heads / plan.task_key_heads, range = index / parts;  // of key heads
+  t.key_begin = range % ranges * plan.task_key_heads;
+  t.key_end = t.key_begin + plan.task_key_heads;
+  t.sequence = range / ranges;
   t.batch = p.cu_seqlens ? 0 : t.sequence;
   t.first_token = p.cu_seqlens ? p.cu_seqlens[t.sequence] : 0;
   t.length = sequence_length(p, t.sequence);
@@ -196,12 +196,12 @@ void validate(const Problem& p) {
     check(p.cu_seqlens[n] <= p.cu_seqlens[n + 1], "cu_seqlens must not decrease");
 }
 
-int64_t border_size(const int64_t* cu_seqlens, int64_t sequences, int64_t tokens, int64_t value_heads, int K, int V) {
+int64_t boundary_size(const int64_t* cu_seqlens, int64_t sequences, int64_t tokens, int64_t value_heads, int K, int V) {
   int64_t total = 0;
   if (cu_seqlens) {
-    for (int64_t n = 0; n < sequences; ++n) total += borders(cu_seqlens[n + 1] - cu_seqlens[n]);
+    for (int64_t n = 0; n < sequences; ++n) total += num_boundaries(cu_seqlens[n + 1] - cu_seqlens[n]);
   } else {
-    total = sequences * borders(tokens);
+    total = sequences * num_boundaries(tokens);
   }
   return total * value_heads * ((K + 15) / 16 * 16) * ((V + kPanel - 1) / kPanel * kPanel);
 }

@@ -6,7 +6,7 @@
 namespace efla {
 
 // Number of elements (of the state's type) of the border-state buffer that forward fills for backward.
-int64_t border_size(const int64_t* cu_seqlens, int64_t sequences, int64_t tokens, int64_t value_heads, int K, int V);
+int64_t boundary_size(const int64_t* cu_seqlens, int64_t sequences, int64_t tokens, int64_t value_heads, int K, int V);
 
 // Throws std::invalid_argument unless sizes, rule and cu_seqlens are consistent.
 void validate(const Problem& p);

@@ -50,7 +50,7 @@ struct Problem {
   Strided o;
   void* final_state = nullptr;  // may equal initial_state
   bool check_domain = false;    // refuse inputs outside the rule's domain before initial_state is overwritten
-  void* border_states = nullptr;  // forward writes, backward reads
+  void* boundary_states = nullptr;  // forward writes, backward reads
 
   // Backward: inputs, then dense outputs (any may be null except dq, dk, dv).
   Strided d_o;
@@ -70,10 +70,10 @@ struct Plan {
   int column_parts = 1;  // and the panels of V into this many
   int panels = 1;
   int padded_K = 16;
-  int bundle = 1;
+  int task_key_heads = 1;  // neighbouring key heads that one task takes
   int64_t tasks = 0;
   bool decode = false;
-  const int64_t* border_offset = nullptr;  // [sequences + 1], in saved states per head
+  const int64_t* boundary_offset = nullptr;  // [sequences + 1], in saved states per head
   // Backward with more than one part: partial sums in the compute type.
   void* dq_parts = nullptr;     // [head_parts * column_parts][B, T, Hk, K]
   void* dk_parts = nullptr;
@@ -102,9 +102,9 @@ struct Kernels {
   void (*backward)(const Problem&, const Plan&, const Task&, void* scratch, unsigned* status);
   void (*reduce)(const Problem&, const Plan&, int64_t begin, int64_t end);  // rows of [B * T]
   void (*norm_forward)(const NormProblem&, int64_t begin, int64_t end);      // rows
-  void (*norm_backward)(const NormProblem&, int64_t group);
-  void (*conv_forward)(const ConvProblem&, int64_t item);
-  void (*conv_backward)(const ConvProblem&, int64_t group);
+  void (*norm_backward)(const NormProblem&, int64_t part);
+  void (*conv_forward)(const ConvProblem&, int64_t tile);
+  void (*conv_backward)(const ConvProblem&, int64_t part);
   void (*gate_forward)(const GateProblem&, int64_t begin, int64_t end);  // elements
   void (*gate_backward)(const GateProblem&, int64_t begin, int64_t end);
 };

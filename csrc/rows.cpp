@@ -1,4 +1,4 @@
-// Splits the row-wise problems into pieces and runs them; the pieces depend on the shape only, never on the threads.
+// Splits the row-wise problems and runs them. The split depends on the shape only, never on the number of threads.
 #include "rows.h"
 
 #include <atomic>
@@ -10,7 +10,7 @@
 namespace efla {
 namespace {
 
-constexpr int64_t kMaxGroups = 64;
+constexpr int64_t kMaxParts = 64;
 constexpr int64_t kNormRows = 64;              // rows a thread takes at once
 constexpr int64_t kGateElements = 8192;        // elements a thread takes at once
 constexpr double kElementsPerThread = 32768;   // below this a second thread costs more than it brings
@@ -39,12 +39,12 @@ void check(bool condition, const char* message) {
   if (!condition) throw std::invalid_argument(message);
 }
 
-int64_t pieces(int64_t tokens) { return (tokens + kConvTokens - 1) / kConvTokens; }
+int64_t num_tiles(int64_t tokens) { return (tokens + kTile - 1) / kTile; }
 
-std::vector<int64_t> item_offsets(const ConvProblem& p) {
+std::vector<int64_t> tile_offsets(const ConvProblem& p) {
   std::vector<int64_t> offset(size_t(p.sequences) + 1);
   for (int64_t n = 0; n < p.sequences; ++n)
-    offset[n + 1] = offset[n] + pieces(p.cu_seqlens ? p.cu_seqlens[n + 1] - p.cu_seqlens[n] : p.tokens);
+    offset[n + 1] = offset[n] + num_tiles(p.cu_seqlens ? p.cu_seqlens[n + 1] - p.cu_seqlens[n] : p.tokens);
   return offset;
 }
 
@@ -70,12 +70,12 @@ void check_conv(const ConvProblem& p) {
   for (int64_t n = 0; n < p.sequences; ++n) check(p.cu_seqlens[n] <= p.cu_seqlens[n + 1], "cu_seqlens must not decrease");
 }
 
-int64_t norm_groups(int64_t rows) { return at_most(rows / kNormRows, kMaxGroups); }
+int64_t norm_parts(int64_t rows) { return at_most(rows / kNormRows, kMaxParts); }
 
-int64_t conv_groups(const int64_t* cu_seqlens, int64_t sequences, int64_t tokens) {
-  int64_t items = cu_seqlens ? 0 : sequences * pieces(tokens);
-  for (int64_t n = 0; cu_seqlens && n < sequences; ++n) items += pieces(cu_seqlens[n + 1] - cu_seqlens[n]);
-  return at_most(items, kMaxGroups);
+int64_t conv_parts(const int64_t* cu_seqlens, int64_t sequences, int64_t tokens) {
+  int64_t tiles = cu_seqlens ? 0 : sequences * num_tiles(tokens);
+  for (int64_t n = 0; cu_seqlens && n < sequences; ++n) tiles += num_tiles(cu_seqlens[n + 1] - cu_seqlens[n]);
+  return at_most(tiles, kMaxParts);
 }
 
 void run_norm_forward(const NormProblem& p, int threads) {
@@ -88,11 +88,11 @@ void run_norm_forward(const NormProblem& p, int threads) {
 }
 
 void run_norm_backward(const NormProblem& p, int threads) {
-  check(p.groups == norm_groups(p.rows), "groups must be norm_groups(rows)");
+  check(p.parts == norm_parts(p.rows), "parts must be norm_parts(rows)");
   const auto body = [](const Kernels& kernels, const void* problem, int64_t i) {
     kernels.norm_backward(*static_cast<const NormProblem*>(problem), i);
   };
-  run(&p, body, p.groups, double(p.rows) * p.width, threads);
+  run(&p, body, p.parts, double(p.rows) * p.width, threads);
 }
 
 void run_gate_forward(const GateProblem& p, int threads) { run_gate<&Kernels::gate_forward>(p, threads); }
@@ -101,8 +101,8 @@ void run_gate_backward(const GateProblem& p, int threads) { run_gate<&Kernels::g
 
 void run_conv_forward(ConvProblem p, int threads) {
   check_conv(p);
-  const std::vector<int64_t> offset = item_offsets(p);
-  p.item_offset = offset.data();
+  const std::vector<int64_t> offset = tile_offsets(p);
+  p.tile_offset = offset.data();
   const auto body = [](const Kernels& kernels, const void* problem, int64_t i) {
     kernels.conv_forward(*static_cast<const ConvProblem*>(problem), i);
   };
@@ -111,13 +111,13 @@ void run_conv_forward(ConvProblem p, int threads) {
 
 void run_conv_backward(ConvProblem p, int threads) {
   check_conv(p);
-  check(p.groups == conv_groups(p.cu_seqlens, p.sequences, p.tokens), "groups must be conv_groups(cu_seqlens, N, T)");
-  const std::vector<int64_t> offset = item_offsets(p);
-  p.item_offset = offset.data();
+  check(p.parts == conv_parts(p.cu_seqlens, p.sequences, p.tokens), "parts must be conv_parts(cu_seqlens, N, T)");
+  const std::vector<int64_t> offset = tile_offsets(p);
+  p.tile_offset = offset.data();
   const auto body = [](const Kernels& kernels, const void* problem, int64_t i) {
     kernels.conv_backward(*static_cast<const ConvProblem*>(problem), i);
   };
-  run(&p, body, p.groups, 3.0 * p.batch * p.tokens * p.channels, threads);
+  run(&p, body, p.parts, 3.0 * p.batch * p.tokens * p.channels, threads);
 }
 
 }  // namespace efla

@@ -18,8 +18,8 @@ struct NormProblem {
   void* y = nullptr;
   const void* dy = nullptr;
   void* dx = nullptr;
-  void* dweight_parts = nullptr;  // [groups][width], may be null
-  int64_t groups = 1;
+  void* dweight_parts = nullptr;  // [parts][width], may be null
+  int64_t parts = 1;
 };
 
 // y_t = act( bias + sum_i weight[i] x_{t - W + 1 + i} ) in each channel; `past` holds the W - 1 inputs before the first.
@@ -39,9 +39,9 @@ struct ConvProblem {
   const void* dy = nullptr;
   void* dx = nullptr;
   void* dpast = nullptr;
-  void* dweight_parts = nullptr;  // [groups][W + 1, C]: weight, then bias
-  int64_t groups = 1;
-  const int64_t* item_offset = nullptr;  // [sequences + 1]: pieces of kConvTokens tokens
+  void* dweight_parts = nullptr;  // [parts][W + 1, C]: weight, then bias
+  int64_t parts = 1;
+  const int64_t* tile_offset = nullptr;  // [sequences + 1]: index of each sequence's first tile
 };
 
 // y = silu(gate) * up, element by element; all dense.
@@ -56,7 +56,6 @@ struct GateProblem {
   void* dup = nullptr;
 };
 
-constexpr int kConvTokens = 64;
 constexpr int kMaxConvWidth = 16;
 
 // Throws std::invalid_argument unless sizes and cu_seqlens are consistent.
@@ -70,7 +69,7 @@ void run_gate_forward(const GateProblem& p, int threads);
 void run_gate_backward(const GateProblem& p, int threads);
 
 // How many partial sums of the weights' gradients there are; a function of the shape alone.
-int64_t norm_groups(int64_t rows);
-int64_t conv_groups(const int64_t* cu_seqlens, int64_t sequences, int64_t tokens);
+int64_t norm_parts(int64_t rows);
+int64_t conv_parts(const int64_t* cu_seqlens, int64_t sequences, int64_t tokens);
 
 }  // namespace efla

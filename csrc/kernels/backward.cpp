@@ -22,17 +22,17 @@ template <class T> struct BackwardScratch {
   T *d_states;     // [value heads of the task][panels][padded_K][32]
 
   BackwardScratch(Arena& arena, const Plan& plan) {
-    keys.place(arena);
-    scalars.place(arena);
-    block.place(arena);
+    keys.allocate(arena);
+    scalars.allocate(arena);
+    block.allocate(arena);
     T** rows[] = {&v, &d_o, &x, &dq, &dk};
-    for (T** a : rows) *a = arena.take<T>(kTile * kRow<T>);
+    for (T** a : rows) *a = arena.allocate<T>(kTile * kRow<T>);
     size_t heads = (plan.group + plan.head_parts - 1) / plan.head_parts;
     size_t panels = (plan.panels + plan.column_parts - 1) / plan.column_parts;
     size_t state = panels * plan.padded_K * kPanel;
-    states = arena.take<T>(state * kBlocks);
-    spare = arena.take<T>(plan.padded_K * kPanel);
-    d_states = arena.take<T>(state * heads * plan.bundle);
+    states = arena.allocate<T>(state * kBlocks);
+    spare = arena.allocate<T>(plan.padded_K * kPanel);
+    d_states = arena.allocate<T>(state * heads * plan.task_key_heads);
   }
 };
 
@@ -50,7 +50,7 @@ inline void load_columns(const Problem& p, const Task& task, const Strided& from
 
 // States before every block and rows u_t of the tile; inside the last block the state moves in a spare panel.
 template <class T, bool erases>
-inline void recompute(const Problem& p, const BackwardScratch<T>& s, int rows, int panels, int padded_K, Pump& pump) {
+inline void recompute(const Problem& p, const BackwardScratch<T>& s, int rows, int panels, int padded_K, Prefetcher& prefetcher) {
   constexpr int N = kSweepVectors, width = N * kLanes<T>;
   const size_t panel_size = size_t(padded_K) * kPanel, state_size = panel_size * panels;
   for (int block = 0; block * kBlock < rows; ++block) {
@@ -63,9 +63,9 @@ inline void recompute(const Problem& p, const BackwardScratch<T>& s, int rows, i
           const int t = block * kBlock + i, at = t * kRow<T> + panel * kPanel + c;
           T pending[kQuad * width];
           const T* start = (i ? to : from) + c;
-          pump.step();
+          prefetcher.step();
           read_quad<T, N, erases, false, true>(s.keys, s.scalars, t, kQuad, p.K, s.v + at, kRow<T>, kPanel, nullptr, 0, s.x + at,
-                                               start, pending, Ahead{});
+                                               start, pending, SweepPrefetch{});
           write_quad<T, N>(s.keys, s.scalars, t, p.K, pending, start, to + c);
         }
       }
@@ -168,16 +168,16 @@ template <class T> inline void normalise_backward(T* row, const T* unit, T inver
 
 // One value head over one tile: its gradients, with dS of the head moved from the tile's end to its start.
 template <class E>
-inline void backward_unit(const Outputs<E>& out, const BackwardScratch<Compute<E>>& s, int64_t first, int count, int64_t head,
-                          bool first_head, Compute<E>* dS, Pump& pump, unsigned* status) {
+inline void backward_head(const Outputs<E>& out, const BackwardScratch<Compute<E>>& s, int64_t first, int count, int64_t head,
+                          bool first_head, Compute<E>* dS, Prefetcher& prefetcher, unsigned* status) {
   using T = Compute<E>;
   const Problem& p = out.p;
   const Task& task = out.task;
   const int panels = task.panel_end - task.panel_begin, padded_K = out.plan.padded_K, rows = round_up(count, kBlock);
   const size_t panel_size = size_t(padded_K) * kPanel, state_size = panel_size * panels;
   if (first) {
-    int64_t border = (out.plan.border_offset[task.sequence] + first / kTile - 1) * p.value_heads + head;
-    copy_vectors(s.states, static_cast<const T*>(p.border_states) + (border * out.plan.panels + task.panel_begin) * panel_size,
+    int64_t boundary = (out.plan.boundary_offset[task.sequence] + first / kTile - 1) * p.value_heads + head;
+    copy_vectors(s.states, static_cast<const T*>(p.boundary_states) + (boundary * out.plan.panels + task.panel_begin) * panel_size,
                  state_size);
   } else {
     const T* initial = static_cast<const T*>(p.initial_state);
@@ -189,9 +189,9 @@ inline void backward_unit(const Outputs<E>& out, const BackwardScratch<Compute<E
   load_scalars<T>(p, task, first, count, rows, head, s.keys.lam, s.scalars, status);
   prepare_quads<T>(s.keys, s.scalars, rows, T(p.scale));
   if (facts(p.rule).has_erase) {
-    recompute<T, true>(p, s, rows, panels, padded_K, pump);
+    recompute<T, true>(p, s, rows, panels, padded_K, prefetcher);
   } else {
-    recompute<T, false>(p, s, rows, panels, padded_K, pump);
+    recompute<T, false>(p, s, rows, panels, padded_K, prefetcher);
   }
   for (int t = rows - kBlock; t >= 0; t -= kBlock) {
     const int row = t * kRow<T>;
@@ -199,7 +199,7 @@ inline void backward_unit(const Outputs<E>& out, const BackwardScratch<Compute<E
                            s.d_o + row,        s.x + row,          s.scalars.decay + t,
                            s.scalars.erase + t, s.scalars.write + t, s.states + (t / kBlock) * state_size,
                            dS,                 padded_K,           panels,
-                           T(p.scale),         facts(p.rule).has_decay, &pump};
+                           T(p.scale),         facts(p.rule).has_decay, &prefetcher};
     block_backward<T>(in, s.block);
     finish_block<E>(out, s, first, t, count, head, first_head);
   }
@@ -207,19 +207,19 @@ inline void backward_unit(const Outputs<E>& out, const BackwardScratch<Compute<E
 
 // The rows that the next unit will read and write.
 template <class E>
-inline Pump make_pump(const Problem& p, const Task& task, int64_t key_head, int64_t head, int64_t first) {
+inline Prefetcher next_rows(const Problem& p, const Task& task, int64_t key_head, int64_t head, int64_t first) {
   auto dense = [&](void* data, int64_t heads, int64_t width) { return Strided{data, p.tokens * heads * width, heads * width, width}; };
-  const Strided x[Pump::streams] = {p.k, p.q, dense(p.dq, p.key_heads, p.K), dense(p.dk, p.key_heads, p.K),
+  const Strided x[Prefetcher::streams] = {p.k, p.q, dense(p.dq, p.key_heads, p.K), dense(p.dk, p.key_heads, p.K),
                                     p.v, p.d_o, dense(p.dv, p.value_heads, p.V)};
-  Pump pump;
-  for (int i = 0; i < Pump::streams; ++i) {
+  Prefetcher prefetcher;
+  for (int i = 0; i < Prefetcher::streams; ++i) {
     const bool key = i < 4;
-    pump.row[i] = reinterpret_cast<const char*>(at<const E>(x[i], task.batch, task.first_token + first, key ? key_head : head));
-    pump.stride[i] = x[i].token * int64_t(sizeof(E));
-    pump.lines[i] = ((key ? p.K : p.V) * int(sizeof(E)) + 63) / 64;
+    prefetcher.row[i] = reinterpret_cast<const char*>(at<const E>(x[i], task.batch, task.first_token + first, key ? key_head : head));
+    prefetcher.stride[i] = x[i].token * int64_t(sizeof(E));
+    prefetcher.lines[i] = ((key ? p.K : p.V) * int(sizeof(E)) + 63) / 64;
   }
-  pump.rows = kTile;
-  return pump;
+  prefetcher.rows = kTile;
+  return prefetcher;
 }
 
 template <class E> void backward_task(const Problem& p, const Plan& plan, const Task& task, void* memory, unsigned* status) {
@@ -228,26 +228,26 @@ template <class E> void backward_task(const Problem& p, const Plan& plan, const 
   BackwardScratch<T> s(arena, plan);
   const Outputs<E> out{p, plan, task};
   const int panels = task.panel_end - task.panel_begin, padded_K = plan.padded_K;
-  const int units = int(task.key_end - task.key_begin) * task.heads;
+  const int num_heads = int(task.key_end - task.key_begin) * task.heads;
   const size_t state_size = size_t(padded_K) * kPanel * panels, memory_state = size_t(p.K) * p.V;
-  auto key_head_of = [&](int u) { return task.key_begin + u / task.heads; };
-  auto head_of = [&](int u) { return key_head_of(u) * plan.group + task.head_offset + u % task.heads; };
+  auto key_head_of = [&](int i) { return task.key_begin + i / task.heads; };
+  auto head_of = [&](int i) { return key_head_of(i) * plan.group + task.head_offset + i % task.heads; };
 
-  for (int u = 0; u < units; ++u) {
+  for (int i = 0; i < num_heads; ++i) {
     const T* d_final = static_cast<const T*>(p.d_final_state);
-    if (d_final) d_final += (task.sequence * p.value_heads + head_of(u)) * memory_state;
-    load_panels(d_final, p.K, p.V, padded_K, task.panel_begin, task.panel_end, s.d_states + u * state_size);
+    if (d_final) d_final += (task.sequence * p.value_heads + head_of(i)) * memory_state;
+    load_panels(d_final, p.K, p.V, padded_K, task.panel_begin, task.panel_end, s.d_states + i * state_size);
   }
   for (int64_t first = (task.length - 1) / kTile * kTile; task.length && first >= 0; first -= kTile) {
     const int count = int(task.length - first < kTile ? task.length - first : kTile);
-    for (int u = 0; u < units; ++u) {
-      const int64_t key_head = key_head_of(u);
-      const bool first_head = u % task.heads == 0, last_head = (u + 1) % task.heads == 0, last_unit = u + 1 == units;
-      Pump pump;
-      if (!last_unit && count == kTile) pump = make_pump<E>(p, task, key_head_of(u + 1), head_of(u + 1), first);
-      if (last_unit && first) pump = make_pump<E>(p, task, key_head_of(0), head_of(0), first - kTile);
+    for (int i = 0; i < num_heads; ++i) {
+      const int64_t key_head = key_head_of(i);
+      const bool first_head = i % task.heads == 0, last_head = (i + 1) % task.heads == 0, last = i + 1 == num_heads;
+      Prefetcher prefetcher;
+      if (!last && count == kTile) prefetcher = next_rows<E>(p, task, key_head_of(i + 1), head_of(i + 1), first);
+      if (last && first) prefetcher = next_rows<E>(p, task, key_head_of(0), head_of(0), first - kTile);
       if (first_head) load_keys<E>(p, task, key_head, first, count, s.keys);
-      backward_unit<E>(out, s, first, count, head_of(u), first_head, s.d_states + u * state_size, pump, status);
+      backward_head<E>(out, s, first, count, head_of(i), first_head, s.d_states + i * state_size, prefetcher, status);
       for (int t = 0; last_head && t < count; ++t) {
         if (p.l2norm) {
           normalise_backward(s.dq + t * kRow<T>, s.keys.q + t * kRow<T>, s.keys.q_inverse[t], padded_K);
@@ -259,9 +259,9 @@ template <class E> void backward_task(const Problem& p, const Plan& plan, const 
     }
   }
   if (!p.d_initial_state) return;
-  for (int u = 0; u < units; ++u) {
-    T* to = static_cast<T*>(p.d_initial_state) + (task.sequence * p.value_heads + head_of(u)) * memory_state;
-    store_panels(to, p.K, p.V, padded_K, task.panel_begin, task.panel_end, s.d_states + u * state_size);
+  for (int i = 0; i < num_heads; ++i) {
+    T* to = static_cast<T*>(p.d_initial_state) + (task.sequence * p.value_heads + head_of(i)) * memory_state;
+    store_panels(to, p.K, p.V, padded_K, task.panel_begin, task.panel_end, s.d_states + i * state_size);
   }
 }
 

@@ -42,23 +42,23 @@ template <class T> struct BlockScratch {
   T *d_decay, *d_erase, *d_write;  // [16]: gradients of log_decay, erase, write
   T *erased, *d_erase_scaled;      // [16]: erase g (k^T S0).dR, and erase * d_erase, finite where d_erase overflows
 
-  void place(Arena& arena) {
+  void allocate(Arena& arena) {
     constexpr size_t square = kBlock * kBlock, rows = kBlock * kRow<T>, wide = kMaxWidth;
-    k_lanes = arena.take<T>(wide * kBlock);
-    q_lanes = arena.take<T>(wide * kBlock);
+    k_lanes = arena.allocate<T>(wide * kBlock);
+    q_lanes = arena.allocate<T>(wide * kBlock);
     T** squares[] = {&kk, &qk, &D, &P, &M, &W, &W_transposed, &B, &F};
-    for (T** a : squares) *a = arena.take<T>(square);
-    x_lanes = arena.take<T>(wide * kBlock);
-    grad_lanes = arena.take<T>(wide * 2 * kBlock);
+    for (T** a : squares) *a = arena.allocate<T>(square);
+    x_lanes = arena.allocate<T>(wide * kBlock);
+    grad_lanes = arena.allocate<T>(wide * 2 * kBlock);
     T** row_blocks[] = {&dR, &scaled_o, &scaled_r, &dq, &dk};
-    for (T** a : row_blocks) *a = arena.take<T>(rows);
-    ox_rx = arena.take<T>(2 * square);
-    state_grads = arena.take<T>(wide * 2 * kBlock);
-    end_grads = arena.take<T>(wide * kBlock);
-    dq_lanes = arena.take<T>(wide * kBlock);
-    dk_lanes = arena.take<T>(wide * kBlock);
+    for (T** a : row_blocks) *a = arena.allocate<T>(rows);
+    ox_rx = arena.allocate<T>(2 * square);
+    state_grads = arena.allocate<T>(wide * 2 * kBlock);
+    end_grads = arena.allocate<T>(wide * kBlock);
+    dq_lanes = arena.allocate<T>(wide * kBlock);
+    dk_lanes = arena.allocate<T>(wide * kBlock);
     T** vectors[] = {&from_start, &to_end, &d_decay, &d_erase, &d_write, &erased, &d_erase_scaled};
-    for (T** a : vectors) *a = arena.take<T>(kBlock);
+    for (T** a : vectors) *a = arena.allocate<T>(kBlock);
   }
 };
 
@@ -71,7 +71,7 @@ template <class T> struct BlockInput {
   int padded_K, panels;
   T scale;
   bool decays;
-  Pump* pump;
+  Prefetcher* prefetcher;
 };
 
 template <class T> EFLA_INLINE Vec<T> token_lanes(const T* p, int n) { return load(p + n * kLanes<T>); }
@@ -81,8 +81,8 @@ template <class T> inline void block_matrices(const BlockInput<T>& in, const Blo
   constexpr int vectors = kBlock / kLanes<T>;
   constexpr int M = kTokenRows<T>, N = kTokenVectors<T>;
   transpose(in.k, kRow<T>, s.k_lanes, kBlock, kBlock, in.padded_K);
-  product<T, M, N, kRow<T>, 1>(in.k, s.k_lanes, kBlock, in.padded_K, s.kk, kBlock, kBlock, kBlock, *in.pump);
-  product<T, M, N, kRow<T>, 1>(in.q, s.k_lanes, kBlock, in.padded_K, s.qk, kBlock, kBlock, kBlock, *in.pump);
+  product<T, M, N, kRow<T>, 1>(in.k, s.k_lanes, kBlock, in.padded_K, s.kk, kBlock, kBlock, kBlock, *in.prefetcher);
+  product<T, M, N, kRow<T>, 1>(in.q, s.k_lanes, kBlock, in.padded_K, s.qk, kBlock, kBlock, kBlock, *in.prefetcher);
   Vec<T> row[vectors] = {};
   T g = 1;
   for (int i = 0; i < kBlock; ++i) {
@@ -102,7 +102,7 @@ template <class T> inline void block_matrices(const BlockInput<T>& in, const Blo
 
 // dR = M^-T (P^T dO + diag(d) K dS'), written to s.dR; and the scaled copies of dO and dR.
 template <class T> inline void block_solve(const BlockInput<T>& in, const BlockScratch<T>& s) {
-  constexpr int N = 2, rows = kTileRows, lanes = kLanes<T>;
+  constexpr int N = 2, rows = kProductRows, lanes = kLanes<T>;
   const size_t panel_size = size_t(in.padded_K) * kPanel;
   for (int panel = 0; panel < in.panels; ++panel) {
     for (int c = 0; c < kPanel; c += N * lanes) {
@@ -110,7 +110,7 @@ template <class T> inline void block_solve(const BlockInput<T>& in, const BlockS
       for (int r = 0; r < kBlock; r += rows) {
         Accumulators<T, rows, N> acc;
         clear<T, rows, N>(acc);
-        in.pump->step();
+        in.prefetcher->step();
         multiply<T, rows, N, kRow<T>, 1>(in.k + r * kRow<T>, in.dS + panel * panel_size + c, kPanel, in.padded_K, acc);
         EFLA_UNROLL for (int i = 0; i < rows; ++i)
           EFLA_UNROLL for (int n = 0; n < N; ++n) acc[i][n] *= s.to_end[r + i];
@@ -150,8 +150,8 @@ template <class T> inline T key_scale(const BlockScratch<T>& s) {
 // W, W^T, B + B^T, F and the part of d_erase inside the block.
 template <class T> inline void block_pair_gradients(const BlockInput<T>& in, const BlockScratch<T>& s, int padded_V) {
   constexpr int vectors = kBlock / kLanes<T>;
-  product<T, kTileRows, 2, kRow<T>, 1>(in.x, s.grad_lanes, 2 * kBlock, padded_V, s.ox_rx, 2 * kBlock, kBlock, 2 * kBlock,
-                                       *in.pump);
+  product<T, kProductRows, 2, kRow<T>, 1>(in.x, s.grad_lanes, 2 * kBlock, padded_V, s.ox_rx, 2 * kBlock, kBlock, 2 * kBlock,
+                                       *in.prefetcher);
   T D_lanes[kBlock * kBlock], B_lanes[kBlock * kBlock];
   const T power = key_scale<T>(s);
   transpose(s.D, kBlock, D_lanes, kBlock, kBlock, kBlock);
@@ -185,10 +185,10 @@ template <class T> inline void block_key_gradients(const BlockInput<T>& in, cons
   constexpr int M = kTokenRows<T>, N = kTokenVectors<T>, lanes = kLanes<T>;
   const size_t panel_size = size_t(in.padded_K) * kPanel;
   const T unscale = T(1) / key_scale<T>(s);
-  panel_product<T, kTileRows, 2>(in.S0, panel_size, in.panels, s.grad_lanes, 2 * kBlock, s.state_grads, 2 * kBlock,
-                                 in.padded_K, 2 * kBlock, *in.pump);
+  panel_product<T, kProductRows, 2>(in.S0, panel_size, in.panels, s.grad_lanes, 2 * kBlock, s.state_grads, 2 * kBlock,
+                                 in.padded_K, 2 * kBlock, *in.prefetcher);
   panel_product<T, M, N>(in.dS, panel_size, in.panels, s.x_lanes, kBlock, s.end_grads, kBlock, in.padded_K, kBlock,
-                         *in.pump);
+                         *in.prefetcher);
   for (int c = 0; c < kBlock; c += N * lanes) {
     Vec<T> read[N], erased[N], to_end[N], start[N], d_erase[N] = {}, d_scaled[N] = {};
     EFLA_UNROLL for (int n = 0; n < N; ++n) {
@@ -232,7 +232,7 @@ template <class T> inline void block_key_gradients(const BlockInput<T>& in, cons
 
 // dS0 = gC dS' + scaled_o^T Q + scaled_r^T K, in place.
 template <class T> inline void block_state_gradient(const BlockInput<T>& in, const BlockScratch<T>& s) {
-  constexpr int M = kTileRows, N = 2, lanes = kLanes<T>;
+  constexpr int M = kProductRows, N = 2, lanes = kLanes<T>;
   const size_t panel_size = size_t(in.padded_K) * kPanel;
   const T g = s.from_start[kBlock - 1];
   for (int panel = 0; panel < in.panels; ++panel) {
@@ -241,7 +241,7 @@ template <class T> inline void block_state_gradient(const BlockInput<T>& in, con
         T* to = in.dS + panel * panel_size + j * kPanel + c;
         const int column = panel * kPanel + c;
         Accumulators<T, M, N> acc;
-        in.pump->step();
+        in.prefetcher->step();
         EFLA_UNROLL for (int i = 0; i < M; ++i)
           EFLA_UNROLL for (int n = 0; n < N; ++n) acc[i][n] = g * load(to + i * kPanel + n * lanes);
         multiply<T, M, N, 1, kRow<T>>(in.q + j, s.scaled_o + column, kRow<T>, kBlock, acc);

@@ -13,29 +13,29 @@ template <class T> struct ForwardScratch {
   ScalarTile<T> scalars;
   T* states;  // [value heads of the task][panels of the task][padded_K][32]
 
-  ForwardScratch(Arena& arena, const Problem&, const Plan& plan) {
-    keys.place(arena);
-    scalars.place(arena);
+  ForwardScratch(Arena& arena, const Plan& plan) {
+    keys.allocate(arena);
+    scalars.allocate(arena);
     size_t heads = (plan.group + plan.head_parts - 1) / plan.head_parts;
     size_t panels = (plan.panels + plan.column_parts - 1) / plan.column_parts;
-    states = arena.take<T>(plan.bundle * heads * panels * plan.padded_K * kPanel);
+    states = arena.allocate<T>(plan.task_key_heads * heads * panels * plan.padded_K * kPanel);
   }
 };
 
 // One value head over one block of 16 tokens.
-struct Unit {
+struct HeadBlock {
   int64_t key_head, head, first;
   int count;
 };
 
 // The rows of the unit that comes next, fetched during the sweeps of this one.
 template <class E>
-inline Ahead plan_ahead(const Problem& p, const Task& task, const Unit& now, const Unit& next, int slices) {
-  Ahead ahead;
-  if (next.count < kBlock) return ahead;
+inline SweepPrefetch prefetch_next(const Problem& p, const Task& task, const HeadBlock& now, const HeadBlock& next, int slices) {
+  SweepPrefetch prefetch;
+  if (next.count < kBlock) return prefetch;
   auto add = [&](const Strided& x, int64_t head) {
-    ahead.row[ahead.streams] = reinterpret_cast<const char*>(at<const E>(x, task.batch, task.first_token + next.first, head));
-    ahead.stride[ahead.streams++] = x.token * int64_t(sizeof(E));
+    prefetch.row[prefetch.streams] = reinterpret_cast<const char*>(at<const E>(x, task.batch, task.first_token + next.first, head));
+    prefetch.stride[prefetch.streams++] = x.token * int64_t(sizeof(E));
   };
   add(p.v, next.head);
   add(p.o, next.head);
@@ -44,30 +44,30 @@ inline Ahead plan_ahead(const Problem& p, const Task& task, const Unit& now, con
     add(p.q, next.key_head);
   }
   const int width = p.K > p.V ? p.K : p.V;
-  ahead.lines = ((width * int(sizeof(E)) + 63) / 64 + slices - 1) / slices;
-  return ahead;
+  prefetch.lines = ((width * int(sizeof(E)) + 63) / 64 + slices - 1) / slices;
+  return prefetch;
 }
 
 // The share of quad t and one slice.
-template <class E> EFLA_INLINE Ahead share_of(const Problem& p, const Ahead& ahead, int t, int slice) {
-  Ahead share = ahead;
-  const int offset = slice * ahead.lines * 64;
+template <class E> EFLA_INLINE SweepPrefetch prefetch_share(const Problem& p, const SweepPrefetch& prefetch, int t, int slice) {
+  SweepPrefetch share = prefetch;
+  const int offset = slice * prefetch.lines * 64;
   if (offset >= (p.K > p.V ? p.K : p.V) * int(sizeof(E))) share.lines = 0;
-  EFLA_UNROLL for (int i = 0; i < 4; ++i) share.row[i] += i < ahead.streams ? t * ahead.stride[i] + offset : 0;
+  EFLA_UNROLL for (int i = 0; i < 4; ++i) share.row[i] += i < prefetch.streams ? t * prefetch.stride[i] + offset : 0;
   return share;
 }
 
 // Up to 16 tokens of one value head, all columns of the task. Slices of columns go in pairs, a quad of one between the
 // reading and the writing half of the other, so that the latency of the triangular solve is hidden.
 template <class E, bool erases>
-inline void run_unit(const Problem& p, const Plan& plan, const Task& task, const Unit& now, const Unit& next,
+inline void run_head_block(const Problem& p, const Plan& plan, const Task& task, const HeadBlock& now, const HeadBlock& next,
                      const ForwardScratch<Compute<E>>& s, Compute<E>* S) {
   using T = Compute<E>;
   constexpr int N = kSweepVectors, width = N * kLanes<T>, per_panel = kPanel / width;
   const int first_column = task.panel_begin * kPanel;
   const int last_column = task.panel_end * kPanel < p.V ? task.panel_end * kPanel : p.V;
   const int slices = (last_column - first_column + width - 1) / width;
-  const Ahead ahead = plan_ahead<E>(p, task, now, next, slices);
+  const SweepPrefetch prefetch = prefetch_next<E>(p, task, now, next, slices);
   const E* v = at<const E>(p.v, task.batch, task.first_token + now.first, now.head) + first_column;
   E* o = at<E>(p.o, task.batch, task.first_token + now.first, now.head) + first_column;
   alignas(64) T pending[2][kQuad * width];
@@ -76,7 +76,7 @@ inline void run_unit(const Problem& p, const Plan& plan, const Task& task, const
   };
   auto read = [&](int slice, int t, T* u) {
     const int column = slice * width, valid = p.V - first_column - column, tokens = now.count - t;
-    const Ahead share = share_of<E>(p, ahead, t, slice);
+    const SweepPrefetch share = prefetch_share<E>(p, prefetch, t, slice);
     const E* values = v + t * p.v.token + column;
     E* outputs = o + t * p.o.token + column;
     if (valid >= width && tokens >= kQuad) {
@@ -103,45 +103,45 @@ inline void run_unit(const Problem& p, const Plan& plan, const Task& task, const
 template <class E> void forward_task(const Problem& p, const Plan& plan, const Task& task, void* memory, unsigned* status) {
   using T = Compute<E>;
   Arena arena{static_cast<char*>(memory)};
-  ForwardScratch<T> s(arena, p, plan);
-  const int panels = task.panel_end - task.panel_begin, units = int(task.key_end - task.key_begin) * task.heads;
+  ForwardScratch<T> s(arena, plan);
+  const int panels = task.panel_end - task.panel_begin, num_heads = int(task.key_end - task.key_begin) * task.heads;
   const size_t panel_size = size_t(plan.padded_K) * kPanel, state_size = panel_size * panels;
   const size_t memory_state = size_t(p.K) * p.V;
   const bool erases = facts(p.rule).has_erase;
-  auto unit = [&](int index, int64_t first) {
-    if (index == units) index = 0, first += kBlock;
+  auto head_block = [&](int index, int64_t first) {
+    if (index == num_heads) index = 0, first += kBlock;
     const int64_t key_head = task.key_begin + index / task.heads, left = task.length - first;
-    return Unit{key_head, key_head * plan.group + task.head_offset + index % task.heads, first,
+    return HeadBlock{key_head, key_head * plan.group + task.head_offset + index % task.heads, first,
                 int(left < 0 ? 0 : left < kBlock ? left : kBlock)};
   };
 
-  for (int u = 0; u < units; ++u) {
+  for (int i = 0; i < num_heads; ++i) {
     const T* initial = static_cast<const T*>(p.initial_state);
-    if (initial) initial += (task.sequence * p.value_heads + unit(u, 0).head) * memory_state;
-    load_panels(initial, p.K, p.V, plan.padded_K, task.panel_begin, task.panel_end, s.states + u * state_size);
+    if (initial) initial += (task.sequence * p.value_heads + head_block(i, 0).head) * memory_state;
+    load_panels(initial, p.K, p.V, plan.padded_K, task.panel_begin, task.panel_end, s.states + i * state_size);
   }
   for (int64_t first = 0; first < task.length; first += kBlock) {
-    for (int u = 0; u < units; ++u) {
-      const Unit now = unit(u, first), next = unit(u + 1, first);
-      T* S = s.states + u * state_size;
-      if (u % task.heads == 0) load_keys<E>(p, task, now.key_head, first, now.count, s.keys);
-      if (first && first % kTile == 0 && p.border_states) {
-        int64_t border = (plan.border_offset[task.sequence] + first / kTile - 1) * p.value_heads + now.head;
-        copy_vectors(static_cast<T*>(p.border_states) + (border * plan.panels + task.panel_begin) * panel_size, S, state_size);
+    for (int i = 0; i < num_heads; ++i) {
+      const HeadBlock now = head_block(i, first), next = head_block(i + 1, first);
+      T* S = s.states + i * state_size;
+      if (i % task.heads == 0) load_keys<E>(p, task, now.key_head, first, now.count, s.keys);
+      if (first && first % kTile == 0 && p.boundary_states) {
+        int64_t boundary = (plan.boundary_offset[task.sequence] + first / kTile - 1) * p.value_heads + now.head;
+        copy_vectors(static_cast<T*>(p.boundary_states) + (boundary * plan.panels + task.panel_begin) * panel_size, S, state_size);
       }
       load_scalars<T>(p, task, first, now.count, kBlock, now.head, s.keys.lam, s.scalars, status);
       prepare_quads<T>(s.keys, s.scalars, kBlock, T(p.scale));
       if (erases) {
-        run_unit<E, true>(p, plan, task, now, next, s, S);
+        run_head_block<E, true>(p, plan, task, now, next, s, S);
       } else {
-        run_unit<E, false>(p, plan, task, now, next, s, S);
+        run_head_block<E, false>(p, plan, task, now, next, s, S);
       }
     }
   }
   if (!p.final_state) return;
-  for (int u = 0; u < units; ++u) {
-    T* final_state = static_cast<T*>(p.final_state) + (task.sequence * p.value_heads + unit(u, 0).head) * memory_state;
-    store_panels(final_state, p.K, p.V, plan.padded_K, task.panel_begin, task.panel_end, s.states + u * state_size);
+  for (int i = 0; i < num_heads; ++i) {
+    T* final_state = static_cast<T*>(p.final_state) + (task.sequence * p.value_heads + head_block(i, 0).head) * memory_state;
+    store_panels(final_state, p.K, p.V, plan.padded_K, task.panel_begin, task.panel_end, s.states + i * state_size);
   }
 }
 
@@ -150,9 +150,9 @@ template <class E> void forward_task(const Problem& p, const Plan& plan, const T
 size_t forward_scratch(const Problem& p, const Plan& plan) {
   Arena arena{nullptr};
   if (p.dtype == Dtype::float64) {
-    ForwardScratch<double> s(arena, p, plan);
+    ForwardScratch<double> s(arena, plan);
   } else {
-    ForwardScratch<float> s(arena, p, plan);
+    ForwardScratch<float> s(arena, plan);
   }
   return arena.used;
 }

@@ -10,14 +10,14 @@
 namespace efla::EFLA_ISA {
 
 // Tile of two vectors a row: 8 x 2 accumulators with 32 registers, 4 x 2 with 16.
-constexpr int kTileRows = EFLA_WIDE_REGISTERS ? 8 : 4;
+constexpr int kProductRows = EFLA_WIDE_REGISTERS ? 8 : 4;
 
 // Products whose columns are the 16 tokens of a block: one vector a row if a vector holds 16 lanes, else two at a time.
 template <class T> constexpr int kTokenVectors = kLanes<T> >= kBlock ? 1 : 2;
-template <class T> constexpr int kTokenRows = kLanes<T> >= kBlock ? 16 : kTileRows;
+template <class T> constexpr int kTokenRows = kLanes<T> >= kBlock ? 16 : kProductRows;
 
 // Cache lines of the next unit of work, requested a few at a time between register tiles.
-struct Pump {
+struct Prefetcher {
   static constexpr int streams = 7, per_step = 10;  // k, q, v, dO and dq, dk, dv
   const char* row[streams];    // first row of each stream
   int64_t stride[streams];     // bytes between rows
@@ -56,12 +56,12 @@ EFLA_INLINE void multiply(const T* A, const T* B, int ldb, int depth, Accumulato
 
 // C[rows][columns] = A B, everything in one piece; rows a multiple of M, columns of N vectors.
 template <class T, int M, int N, int row_stride, int column_stride>
-inline void product(const T* A, const T* B, int ldb, int depth, T* C, int ldc, int rows, int columns, Pump& pump) {
+inline void product(const T* A, const T* B, int ldb, int depth, T* C, int ldc, int rows, int columns, Prefetcher& prefetcher) {
   for (int c = 0; c < columns; c += N * kLanes<T>) {
     for (int r = 0; r < rows; r += M) {
       Accumulators<T, M, N> acc;
       clear<T, M, N>(acc);
-      pump.step();
+      prefetcher.step();
       multiply<T, M, N, row_stride, column_stride>(A + r * row_stride, B + c, ldb, depth, acc);
       EFLA_UNROLL for (int i = 0; i < M; ++i)
         EFLA_UNROLL for (int n = 0; n < N; ++n) store(C + (r + i) * ldc + c + n * kLanes<T>, acc[i][n]);
@@ -72,12 +72,12 @@ inline void product(const T* A, const T* B, int ldb, int depth, T* C, int ldc, i
 // C[rows][columns] = S B^T-like product over the columns of a panelled state: A = S[panel][row][32], depth = all panels.
 template <class T, int M, int N>
 inline void panel_product(const T* S, size_t panel_size, int panels, const T* B, int ldb, T* C, int ldc, int rows, int columns,
-                          Pump& pump) {
+                          Prefetcher& prefetcher) {
   for (int r = 0; r < rows; r += M) {
     for (int c = 0; c < columns; c += N * kLanes<T>) {
       Accumulators<T, M, N> acc;
       clear<T, M, N>(acc);
-      pump.step();
+      prefetcher.step();
       for (int panel = 0; panel < panels; ++panel)
         multiply<T, M, N, kPanel, 1>(S + panel * panel_size + r * kPanel, B + panel * kPanel * ldb + c, ldb, kPanel, acc);
       EFLA_UNROLL for (int i = 0; i < M; ++i)

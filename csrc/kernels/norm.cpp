@@ -80,12 +80,12 @@ template <class E> void backward_rows(const NormProblem& p, int64_t begin, int64
   }
 }
 
-template <class E> void backward_group(const NormProblem& p, int64_t group) {
+template <class E> void backward_part(const NormProblem& p, int64_t part) {
   using T = Compute<E>;
-  T* dweight = p.dweight_parts ? static_cast<T*>(p.dweight_parts) + group * p.width : nullptr;
+  T* dweight = p.dweight_parts ? static_cast<T*>(p.dweight_parts) + part * p.width : nullptr;
   if (dweight)
     for (int c = 0; c < p.width; ++c) dweight[c] = 0;
-  backward_rows<E>(p, p.rows * group / p.groups, p.rows * (group + 1) / p.groups, dweight);
+  backward_rows<E>(p, p.rows * part / p.parts, p.rows * (part + 1) / p.parts, dweight);
 }
 
 }  // namespace
@@ -94,8 +94,8 @@ void norm_forward(const NormProblem& p, int64_t begin, int64_t end) {
   with_elements(p.dtype, [&]<class E>(E) { forward_rows<E>(p, begin, end); });
 }
 
-void norm_backward(const NormProblem& p, int64_t group) {
-  with_elements(p.dtype, [&]<class E>(E) { backward_group<E>(p, group); });
+void norm_backward(const NormProblem& p, int64_t part) {
+  with_elements(p.dtype, [&]<class E>(E) { backward_part<E>(p, part); });
 }
 
 }  // namespace efla::EFLA_ISA

@@ -16,7 +16,7 @@ template <class T, int N> using QuadVectors = Vec<T>[kQuad][N];
 
 // Cache lines to ask for during a sweep: rows of one head are far apart in [B, T, H, width], too far for the hardware's
 // prefetchers, and a burst of requests would stall the loads, so they are spread over the rows of S.
-struct Ahead {
+struct SweepPrefetch {
   const char* row[4];  // the first of four rows in each stream
   int64_t stride[4];   // bytes
   int streams = 0, lines = 0;
@@ -40,15 +40,15 @@ EFLA_INLINE void sweep_row(const T* k, const T* q, const T* S, int j, QuadVector
 
 template <class T, int N, bool keys, bool queries>
 EFLA_INLINE void sweep(const T* k, const T* q, const T* S, int rows, QuadVectors<T, N>& ks, QuadVectors<T, N>& qs,
-                       const Ahead& ahead) {
+                       const SweepPrefetch& prefetch) {
   EFLA_UNROLL for (int i = 0; i < kQuad; ++i)
     EFLA_UNROLL for (int n = 0; n < N; ++n) ks[i][n] = qs[i][n] = Vec<T>{};
   if constexpr (!keys && !queries) return;
   int j = 0;
-  for (int line = 0; line < ahead.lines; ++line) {
-    for (int stream = 0; stream < ahead.streams; ++stream) {
-      const char* row = ahead.row[stream] + 64 * line;
-      for (int i = 0; i < kQuad && j + 2 <= rows; ++i, row += ahead.stride[stream], j += 2) {
+  for (int line = 0; line < prefetch.lines; ++line) {
+    for (int stream = 0; stream < prefetch.streams; ++stream) {
+      const char* row = prefetch.row[stream] + 64 * line;
+      for (int i = 0; i < kQuad && j + 2 <= rows; ++i, row += prefetch.stride[stream], j += 2) {
         __builtin_prefetch(row, 0, 2);
         sweep_row<T, N, keys, queries>(k, q, S, j, ks, qs);
         sweep_row<T, N, keys, queries>(k, q, S, j + 1, ks, qs);
@@ -83,11 +83,11 @@ EFLA_INLINE void update(const T* k, const QuadVectors<T, N>& u, T g, const T* fr
 template <class E, int N, bool erases, bool queries, bool whole>
 EFLA_INLINE void read_quad(const KeyTile<Compute<E>>& keys, const ScalarTile<Compute<E>>& s, int t, int tokens, int rows,
                            const E* v, int64_t v_stride, int valid, E* o, int64_t o_stride, Compute<E>* x,
-                           const Compute<E>* from, Compute<E>* pending, const Ahead& ahead) {
+                           const Compute<E>* from, Compute<E>* pending, const SweepPrefetch& prefetch) {
   using T = Compute<E>;
   const T *k = keys.k + t * kRow<T>, *q = keys.q + t * kRow<T>;
   QuadVectors<T, N> ks, qs, u;
-  sweep<T, N, erases, queries>(k, q, from, rows, ks, qs, ahead);
+  sweep<T, N, erases, queries>(k, q, from, rows, ks, qs, prefetch);
   EFLA_UNROLL for (int i = 0; i < kQuad; ++i) {
     EFLA_UNROLL for (int n = 0; n < N; ++n) {
       const int left = valid - n * kLanes<T>;

@@ -3,7 +3,7 @@
 //     z_t = bias + sum_i w_i x_{t-W+1+i},  y = z sigmoid(z)
 //     dz = dy sigmoid(z) (1 + z (1 - sigmoid(z))),   dx_t = sum_i w_i dz_{t+W-1-i},   dw_i = sum_t dz_t x_{t-W+1+i}
 //
-// The backward pass computes z anew: a piece of kConvTokens tokens needs dz of the W - 1 tokens after it as well.
+// The backward pass computes z anew: a tile of kTile tokens needs dz of the W - 1 tokens after it as well.
 #include "convert.h"
 #include "rows.h"
 #include "vmath.h"
@@ -11,45 +11,45 @@
 namespace efla::EFLA_ISA {
 namespace {
 
-// One piece of a sequence; tokens are counted from the sequence's start.
-struct Piece {
+// One tile of a sequence; tokens are counted from the sequence's start.
+struct Tile {
   int64_t sequence, batch, first, length;  // first: index of the sequence's first token in its batch entry
   int64_t begin, end;
 };
 
-Piece piece_at(const ConvProblem& p, int64_t item) {
+Tile tile_at(const ConvProblem& p, int64_t index) {
   int64_t low = 0, high = p.sequences;
   while (high - low > 1) {
     const int64_t middle = (low + high) / 2;
-    (p.item_offset[middle] <= item ? low : high) = middle;
+    (p.tile_offset[middle] <= index ? low : high) = middle;
   }
-  Piece piece;
-  piece.sequence = low;
-  piece.batch = p.cu_seqlens ? 0 : low;
-  piece.first = p.cu_seqlens ? p.cu_seqlens[low] : 0;
-  piece.length = p.cu_seqlens ? p.cu_seqlens[low + 1] - piece.first : p.tokens;
-  piece.begin = (item - p.item_offset[low]) * kConvTokens;
-  piece.end = piece.begin + kConvTokens < piece.length ? piece.begin + kConvTokens : piece.length;
-  return piece;
+  Tile tile;
+  tile.sequence = low;
+  tile.batch = p.cu_seqlens ? 0 : low;
+  tile.first = p.cu_seqlens ? p.cu_seqlens[low] : 0;
+  tile.length = p.cu_seqlens ? p.cu_seqlens[low + 1] - tile.first : p.tokens;
+  tile.begin = (index - p.tile_offset[low]) * kTile;
+  tile.end = tile.begin + kTile < tile.length ? tile.begin + kTile : tile.length;
+  return tile;
 }
 
 template <class E> struct Conv {
   using T = Compute<E>;
   const ConvProblem& p;
-  const Piece& piece;
+  const Tile& tile;
 
   const T* weight(int i) const { return static_cast<const T*>(p.weight) + int64_t(i) * p.channels; }
   const E* x(int64_t t) const {
-    return static_cast<const E*>(p.x) + piece.batch * p.x_batch + (piece.first + t) * p.x_token;
+    return static_cast<const E*>(p.x) + tile.batch * p.x_batch + (tile.first + t) * p.x_token;
   }
   // Place of token t in the dense tensors.
-  int64_t dense(int64_t t) const { return ((p.cu_seqlens ? 0 : piece.batch * p.tokens) + piece.first + t) * p.channels; }
+  int64_t dense(int64_t t) const { return ((p.cu_seqlens ? 0 : tile.batch * p.tokens) + tile.first + t) * p.channels; }
 
   // Input at token t and column c; before the start the past, or zero.
   EFLA_INLINE Vec<T> input(int64_t t, int c, int left) const {
     if (t >= 0) return load_some(x(t) + c, left);
     if (!p.past) return Vec<T>{};
-    return load_some(static_cast<const T*>(p.past) + (piece.sequence * (p.width - 1) + p.width - 1 + t) * p.channels + c, left);
+    return load_some(static_cast<const T*>(p.past) + (tile.sequence * (p.width - 1) + p.width - 1 + t) * p.channels + c, left);
   }
 
   EFLA_INLINE Vec<T> before_activation(int64_t t, int c, int left) const {
@@ -64,11 +64,11 @@ template <class E> struct Conv {
   }
 };
 
-template <class E> void forward_item(const ConvProblem& p, int64_t item) {
+template <class E> void forward_tile(const ConvProblem& p, int64_t index) {
   using T = Compute<E>;
-  const Piece piece = piece_at(p, item);
-  const Conv<E> conv{p, piece};
-  for (int64_t t = piece.begin; t < piece.end; ++t) {
+  const Tile tile = tile_at(p, index);
+  const Conv<E> conv{p, tile};
+  for (int64_t t = tile.begin; t < tile.end; ++t) {
     E* y = static_cast<E*>(p.y) + conv.dense(t);
     for (int c = 0; c < p.channels; c += kLanes<T>) {
       const int left = p.channels - c;
@@ -78,24 +78,24 @@ template <class E> void forward_item(const ConvProblem& p, int64_t item) {
   }
 }
 
-// All gradients in one vector of columns: one walk down the tokens of a piece and the W - 1 after it, with the last W inputs and
+// All gradients in one vector of columns: one walk down the tokens of a tile and the W - 1 after it, with the last W inputs and
 // gradients in registers. Width = 0: any width, and the last columns too, which may not fill a vector.
 template <int Width, class E> void backward_vector(const Conv<E>& conv, int c, Compute<E>* dweight) {
   using T = Compute<E>;
   constexpr int room = Width ? Width : kMaxConvWidth;
   const ConvProblem& p = conv.p;
-  const Piece& piece = conv.piece;
+  const Tile& tile = conv.tile;
   const int W = Width ? Width : p.width, left = Width ? kLanes<T> : p.channels - c;
   if (W > room) __builtin_unreachable();  // check_conv in rows.cpp
   const Vec<T> bias = p.bias ? load_some(static_cast<const T*>(p.bias) + c, left) : Vec<T>{};
   Vec<T> weight[room], x[room], dz[room] = {}, sum[room + 1] = {};
   for (int i = 0; i < W; ++i) weight[i] = load_some(conv.weight(i) + c, left);
-  for (int i = 1; i < W; ++i) x[i] = conv.input(piece.begin - W + i, c, left);
-  const int64_t first = piece.begin == 0 && p.dpast ? 1 - W : piece.begin;  // the first piece answers for the past too
-  for (int64_t t = piece.begin; t < piece.end + W - 1; ++t) {
+  for (int i = 1; i < W; ++i) x[i] = conv.input(tile.begin - W + i, c, left);
+  const int64_t first = tile.begin == 0 && p.dpast ? 1 - W : tile.begin;  // the first tile answers for the past too
+  for (int64_t t = tile.begin; t < tile.end + W - 1; ++t) {
     EFLA_UNROLL for (int i = 0; i + 1 < W; ++i) x[i] = x[i + 1], dz[i] = dz[i + 1];
     dz[W - 1] = Vec<T>{};
-    if (t < piece.length) {
+    if (t < tile.length) {
       const E *row = conv.x(t) + c, *dy = static_cast<const E*>(p.dy) + conv.dense(t) + c;
       __builtin_prefetch(row + kLanes<T>), __builtin_prefetch(dy + kLanes<T>);  // for the next vector of columns
       x[W - 1] = load_some(row, left), dz[W - 1] = load_some(dy, left);
@@ -105,7 +105,7 @@ template <int Width, class E> void backward_vector(const Conv<E>& conv, int c, C
         dz[W - 1] *= silu_slope<T>(z, sigmoid<T>(z));
       }
     }
-    if (t < piece.end) {
+    if (t < tile.end) {
       EFLA_UNROLL for (int i = 0; i < W; ++i) sum[i] += dz[W - 1] * x[i];
       sum[W] += dz[W - 1];
     }
@@ -116,7 +116,7 @@ template <int Width, class E> void backward_vector(const Conv<E>& conv, int c, C
     if (done >= 0) {
       store_some(static_cast<E*>(p.dx) + conv.dense(done) + c, dx, left);
     } else {
-      store_some(static_cast<T*>(p.dpast) + (piece.sequence * (W - 1) + W - 1 + done) * p.channels + c, dx, left);
+      store_some(static_cast<T*>(p.dpast) + (tile.sequence * (W - 1) + W - 1 + done) * p.channels + c, dx, left);
     }
   }
   for (int i = 0; i <= W; ++i) {
@@ -125,14 +125,14 @@ template <int Width, class E> void backward_vector(const Conv<E>& conv, int c, C
   }
 }
 
-template <class E> void backward_group(const ConvProblem& p, int64_t group) {
+template <class E> void backward_part(const ConvProblem& p, int64_t part) {
   using T = Compute<E>;
-  const int64_t sums = int64_t(p.width + 1) * p.channels, items = p.item_offset[p.sequences];
-  T* dweight = static_cast<T*>(p.dweight_parts) + group * sums;
+  const int64_t sums = int64_t(p.width + 1) * p.channels, tiles = p.tile_offset[p.sequences];
+  T* dweight = static_cast<T*>(p.dweight_parts) + part * sums;
   for (int64_t i = 0; i < sums; ++i) dweight[i] = 0;
-  for (int64_t item = items * group / p.groups; item < items * (group + 1) / p.groups; ++item) {
-    const Piece piece = piece_at(p, item);
-    const Conv<E> conv{p, piece};
+  for (int64_t index = tiles * part / p.parts; index < tiles * (part + 1) / p.parts; ++index) {
+    const Tile tile = tile_at(p, index);
+    const Conv<E> conv{p, tile};
     int c = 0;
     if (p.width == 4) {
       for (; c + kLanes<T> <= p.channels; c += kLanes<T>) backward_vector<4>(conv, c, dweight);
@@ -143,12 +143,12 @@ template <class E> void backward_group(const ConvProblem& p, int64_t group) {
 
 }  // namespace
 
-void conv_forward(const ConvProblem& p, int64_t item) {
-  with_elements(p.dtype, [&]<class E>(E) { forward_item<E>(p, item); });
+void conv_forward(const ConvProblem& p, int64_t index) {
+  with_elements(p.dtype, [&]<class E>(E) { forward_tile<E>(p, index); });
 }
 
-void conv_backward(const ConvProblem& p, int64_t group) {
-  with_elements(p.dtype, [&]<class E>(E) { backward_group<E>(p, group); });
+void conv_backward(const ConvProblem& p, int64_t part) {
+  with_elements(p.dtype, [&]<class E>(E) { backward_part<E>(p, part); });
 }
 
 }  // namespace efla::EFLA_ISA

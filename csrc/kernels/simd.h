@@ -145,7 +145,7 @@ EFLA_INLINE void transpose(const T* from, int from_stride, T* to, int to_stride,
 struct Arena {
   char* base;
   size_t used = 0;
-  template <class T> T* take(size_t count) {
+  template <class T> T* allocate(size_t count) {
     T* p = base ? reinterpret_cast<T*>(base + used) : nullptr;
     used += (count * sizeof(T) + 63) / 64 * 64;
     return p;

@@ -19,15 +19,15 @@ template <class T> struct KeyTile {
   T *k_inverse, *q_inverse;   // [64] 1/sqrt(k.k + 1e-6), or 1
   T *kk[kQuad], *qk[kQuad];   // [distance][64]: k_t.k_{t-d}, q_t.k_{t-d} inside a quad
 
-  void place(Arena& arena) {
-    k = arena.take<T>(kTile * kRow<T>);
-    q = arena.take<T>(kTile * kRow<T>);
-    lam = arena.take<T>(kTile);
-    k_inverse = arena.take<T>(kTile);
-    q_inverse = arena.take<T>(kTile);
+  void allocate(Arena& arena) {
+    k = arena.allocate<T>(kTile * kRow<T>);
+    q = arena.allocate<T>(kTile * kRow<T>);
+    lam = arena.allocate<T>(kTile);
+    k_inverse = arena.allocate<T>(kTile);
+    q_inverse = arena.allocate<T>(kTile);
     for (int d = 0; d < kQuad; ++d) {
-      kk[d] = arena.take<T>(kTile);
-      qk[d] = arena.take<T>(kTile);
+      kk[d] = arena.allocate<T>(kTile);
+      qk[d] = arena.allocate<T>(kTile);
     }
   }
 };
@@ -127,12 +127,12 @@ template <class T> struct ScalarTile {
   T *quad_decay;              // g at the token
   T *kk[kQuad], *qk[kQuad];   // erase * D * k.k and scale * D * q.k, by distance
 
-  void place(Arena& arena) {
+  void allocate(Arena& arena) {
     T** all[] = {&beta, &log_gate, &decay, &erase, &write, &erase_start, &read_start, &to_end, &quad_decay};
-    for (T** a : all) *a = arena.take<T>(size) + margin;
+    for (T** a : all) *a = arena.allocate<T>(size) + margin;
     for (int d = 0; d < kQuad; ++d) {
-      kk[d] = arena.take<T>(size) + margin;
-      qk[d] = arena.take<T>(size) + margin;
+      kk[d] = arena.allocate<T>(size) + margin;
+      qk[d] = arena.allocate<T>(size) + margin;
     }
   }
 };

@@ -319,7 +319,7 @@ bool run_case(Case& c, const Reference& want) {
   Dense initial(compute, states), final_state(compute, states), d_final(compute, states), d_initial(compute, states);
   for (int64_t i = 0; i < states; ++i) put(compute, initial.data(), i, c.initial[i]), put(compute, d_final.data(), i, c.d_final[i]);
   const int64_t* cu = c.cu.empty() ? nullptr : c.cu.data();
-  Dense borders(compute, border_size(cu, p.sequences, p.tokens, p.value_heads, p.K, p.V));
+  Dense boundary_states(compute, boundary_size(cu, p.sequences, p.tokens, p.value_heads, p.K, p.V));
   c.o.memory = c.o.before;
   p.q = c.q.strided, p.k = c.k.strided, p.v = c.v.strided, p.o = c.o.strided, p.d_o = c.d_o.strided;
   p.o.data = c.o.memory.data() + c.o.origin * int64_t(element_size(p.dtype));
@@ -327,7 +327,7 @@ bool run_case(Case& c, const Reference& want) {
   (raw ? p.log_decay : p.log_gate) = c.c0.strided, (raw ? p.erase : p.beta) = c.c1.strided, p.write = c.c2.strided;
   p.cu_seqlens = cu;
   p.initial_state = c.has_initial ? initial.data() : nullptr;
-  p.border_states = borders.data();
+  p.boundary_states = boundary_states.data();
   p.final_state = final_state.data();
   bool ok = run_forward(p) == 0;
 
@@ -357,7 +357,7 @@ bool run_case(Case& c, const Reference& want) {
   if (c.has_initial) {
     Dense again = initial;
     p.initial_state = p.final_state = again.data();
-    p.border_states = nullptr;
+    p.boundary_states = nullptr;
     ok &= run_forward(p) == 0;
     if (again.memory != final_state.memory) std::fprintf(stderr, "IN PLACE differs: %s\n", c.name.c_str()), ok = false;
     // A beta outside of the rule's domain is noticed before the state is touched.

@@ -43,13 +43,13 @@ bool agree(const char* what, const Buffer& now, Buffer& first, const std::string
 bool norm_case() {
   NormProblem p;
   p.rows = pick(0, 200), p.width = int(pick(1, 90)), p.eps = 1e-6, p.factor = pick(0, 1) ? 1.0 / p.width : 1.0;
-  p.groups = norm_groups(p.rows);
+  p.parts = norm_parts(p.rows);
   const Buffer x = drawn(p.rows * p.width), dy = drawn(p.rows * p.width), weight = drawn(p.width);
   const bool weighted = pick(0, 1);
   Buffer first[3];
   for (const std::string& level : simd_levels()) {
     set_simd(level);
-    Buffer y = unwritten(p.rows * p.width), dx = unwritten(p.rows * p.width), dw = unwritten(p.groups * p.width);
+    Buffer y = unwritten(p.rows * p.width), dx = unwritten(p.rows * p.width), dw = unwritten(p.parts * p.width);
     p.x = x.data(), p.dy = dy.data(), p.y = y.data(), p.dx = dx.data();
     p.weight = weighted ? weight.data() : nullptr, p.dweight_parts = weighted ? dw.data() : nullptr;
     run_norm_forward(p, int(pick(1, 3)));
@@ -65,12 +65,12 @@ bool conv_case() {
   const bool packed = pick(0, 1);
   p.silu = pick(0, 1), p.channels = int(pick(1, 300)), p.width = int(pick(1, 7));
   p.batch = packed ? 1 : pick(0, 3), p.tokens = pick(0, 150), p.sequences = packed ? pick(1, 5) : p.batch;
-  std::vector<int64_t> borders(size_t(p.sequences) + 1, 0);
-  for (int64_t n = 1; n <= p.sequences; ++n) borders[n] = n == p.sequences ? p.tokens : pick(borders[n - 1], p.tokens);
-  if (packed) p.cu_seqlens = borders.data();
+  std::vector<int64_t> boundaries(size_t(p.sequences) + 1, 0);
+  for (int64_t n = 1; n <= p.sequences; ++n) boundaries[n] = n == p.sequences ? p.tokens : pick(boundaries[n - 1], p.tokens);
+  if (packed) p.cu_seqlens = boundaries.data();
   const int64_t stride = p.channels + pick(0, 3);
   p.x_token = pick(0, 3) ? stride : -stride, p.x_batch = p.tokens * stride;
-  p.groups = conv_groups(p.cu_seqlens, p.sequences, p.tokens);
+  p.parts = conv_parts(p.cu_seqlens, p.sequences, p.tokens);
   const int64_t size = p.batch * p.tokens * p.channels, held = p.sequences * (p.width - 1) * p.channels;
   const int64_t gap = stride - p.channels, rows = p.batch * p.tokens;
   const int64_t origin = p.x_token < 0 && rows ? (p.tokens - 1) * stride : 0;
@@ -80,7 +80,7 @@ bool conv_case() {
   Buffer first[4];
   for (const std::string& level : simd_levels()) {
     set_simd(level);
-    Buffer y = unwritten(size), dx = unwritten(size), dw = unwritten(p.groups * (p.width + 1) * p.channels);
+    Buffer y = unwritten(size), dx = unwritten(size), dw = unwritten(p.parts * (p.width + 1) * p.channels);
     Buffer dpast(past.size(), 0.f);  // an empty sequence leaves its past as it is
     p.x = x.data() + origin, p.weight = weight.data();
     p.bias = bias.data(), p.past = has_past ? past.data() : nullptr, p.dpast = has_past ? dpast.data() : nullptr;
@@ -97,15 +97,15 @@ bool conv_case() {
 bool refused_case() {
   ConvProblem p;
   p.batch = p.sequences = 2, p.tokens = 5, p.channels = 8, p.width = 4;
-  std::vector<int64_t> borders;
+  std::vector<int64_t> boundaries;
   switch (pick(0, 4)) {
     case 0: p.width = pick(0, 1) ? 0 : 17; break;
     case 1: p.channels = pick(0, 1) ? 0 : -8; break;
     case 2: p.sequences = pick(0, 1) ? 3 : 1; break;
-    case 3: borders = {0, 2, 5}; break;  // B is not 1
-    default: p.batch = 1, borders = pick(0, 1) ? std::vector<int64_t>{0, 4, 3, 5} : std::vector<int64_t>{0, 2, 9};
+    case 3: boundaries = {0, 2, 5}; break;  // B is not 1
+    default: p.batch = 1, boundaries = pick(0, 1) ? std::vector<int64_t>{0, 4, 3, 5} : std::vector<int64_t>{0, 2, 9};
   }
-  if (!borders.empty()) p.cu_seqlens = borders.data(), p.sequences = int64_t(borders.size()) - 1;
+  if (!boundaries.empty()) p.cu_seqlens = boundaries.data(), p.sequences = int64_t(boundaries.size()) - 1;
   for (auto run : {run_conv_forward, run_conv_backward}) {
     try {
       run(p, 1);

@@ -60,7 +60,7 @@ def norm_forward(s: Sizes) -> tuple:
 
 def norm_backward(s: Sizes) -> tuple:
     x, weight = _norm(s)
-    parts = torch.empty(kernels.norm_groups(s.tokens), s.key_dim, dtype=s.wide)
+    parts = torch.empty(kernels.norm_parts(s.tokens), s.key_dim, dtype=s.wide)
     return x, weight, torch.randn_like(x), torch.empty_like(x), parts, 1 / s.key_dim, 1e-6, 1
 
 
@@ -78,8 +78,8 @@ def conv_forward(s: Sizes) -> tuple:
 
 def conv_backward(s: Sizes) -> tuple:
     x, weight, bias, past, cu_seqlens = _conv(s)
-    groups = kernels.conv_groups(cu_seqlens, s.num_sequences, s.tokens)
-    parts = torch.empty(groups, weight.shape[0] + 1, s.value_dim, dtype=s.wide)
+    num_parts = kernels.conv_parts(cu_seqlens, s.num_sequences, s.tokens)
+    parts = torch.empty(num_parts, weight.shape[0] + 1, s.value_dim, dtype=s.wide)
     gradients = torch.randn_like(x), torch.empty_like(x), torch.zeros_like(past), parts
     return x, weight, bias, past, cu_seqlens, *gradients, True, 1
 
@@ -103,22 +103,22 @@ def _scan(s: Sizes) -> tuple[Tensor | None, ...]:
     return q, k, v, None, None, None, -log_gate, beta, state, s.cu_seqlens
 
 
-def _border_states(s: Sizes) -> Tensor:
+def _boundary_states(s: Sizes) -> Tensor:
     heads = s.key_heads * s.group
-    count = kernels.border_count(s.cu_seqlens, s.num_sequences, s.tokens, heads, s.key_dim, s.value_dim)
+    count = kernels.boundary_count(s.cu_seqlens, s.num_sequences, s.tokens, heads, s.key_dim, s.value_dim)
     return torch.zeros(count, dtype=s.wide)
 
 
 def forward(s: Sizes) -> tuple:
     inputs = _scan(s)
     rule = kernels.rule_codes["gated_delta"]
-    results = torch.empty_like(inputs[2]), torch.empty_like(inputs[8]), _border_states(s)
+    results = torch.empty_like(inputs[2]), torch.empty_like(inputs[8]), _boundary_states(s)
     return *inputs, *results, rule, False, 0.5, False, True, 1
 
 
 def backward(s: Sizes) -> tuple:
     q, k, v, _, _, _, log_gate, beta, state, _ = inputs = _scan(s)
-    given = _border_states(s), torch.randn_like(v), torch.randn_like(state)
+    given = _boundary_states(s), torch.randn_like(v), torch.randn_like(state)
     d_q, d_k, d_v, d_log_gate, d_beta = (torch.empty_like(x) for x in (q, k, v, log_gate, beta))
     gradients = d_q, d_k, d_v, None, None, None, d_log_gate, d_beta
     rule = kernels.rule_codes["gated_delta"]

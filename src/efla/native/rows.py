@@ -114,7 +114,7 @@ class _Norm(torch.autograd.Function):
             return (*_torch_gradients(_torch_norm, (x, weight), grad, ctx.factor, ctx.eps), None, None)
         rows, gain = _rows(x), _gain(weight, x)
         d_x = torch.empty_like(rows)
-        parts = None if gain is None else gain.new_empty(kernels.norm_groups(rows.shape[0]), rows.shape[1])
+        parts = None if gain is None else gain.new_empty(kernels.norm_parts(rows.shape[0]), rows.shape[1])
         kernels.norm_backward(rows, gain, _rows(grad), d_x, parts, ctx.factor, ctx.eps, torch.get_num_threads())
         return d_x.view(x.shape), None if parts is None else parts.sum(0).to(weight.dtype), None, None
 
@@ -148,8 +148,8 @@ class _Conv(torch.autograd.Function):
         d_x = torch.empty(x.shape, dtype=x.dtype)
         d_past = None if call.past is None else torch.zeros_like(call.past)  # [N, W - 1, C]
         num_sequences = x.shape[0] if call.cu_seqlens is None else call.cu_seqlens.shape[0] - 1
-        groups = kernels.conv_groups(call.cu_seqlens, num_sequences, x.shape[1])
-        parts = call.weight.new_empty(groups, weight.shape[1] + 1, x.shape[2])
+        num_parts = kernels.conv_parts(call.cu_seqlens, num_sequences, x.shape[1])
+        parts = call.weight.new_empty(num_parts, weight.shape[1] + 1, x.shape[2])
         grad = materialize(grad).contiguous()
         kernels.conv_backward(*call, grad, d_x, d_past, parts, ctx.silu, torch.get_num_threads())
         sums = parts.sum(0)

@@ -23,7 +23,7 @@ name = "native"
 own_autograd = False
 
 MAX_WIDTH = 256
-_TILE = 64  # tokens between two saved states
+_TILE = 64  # tokens between two saved states: kTile in csrc/problem.h
 _RULE_CODES: dict[str, int] = {} if kernels is None else kernels.rule_codes
 _RAW = -1
 
@@ -58,10 +58,10 @@ def check_rules(facts: Mapping[str, Mapping[str, bool]]) -> None:
 
 
 def saved_size(k: Tensor, v: Tensor, chunk_size: int = 0) -> int:
-    """Elements kept for the backward pass of an unpacked call: the states at tile borders, in the kernels' layout."""
+    """Elements kept for the backward pass of an unpacked call: the states at tile boundaries, in the kernels' layout."""
     batch, length, _, key_dim = k.shape
-    num_borders = torch.sym_max((length + _TILE - 1) // _TILE - 1, 0)
-    return batch * num_borders * v.shape[2] * _round_up(v.shape[3], 32) * _round_up(key_dim, 16)
+    num_boundaries = torch.sym_max((length + _TILE - 1) // _TILE - 1, 0)
+    return batch * num_boundaries * v.shape[2] * _round_up(v.shape[3], 32) * _round_up(key_dim, 16)
 
 
 def forward(request: ScanRequest, save: bool) -> ScanResult:
@@ -137,7 +137,7 @@ def _forward(request: ScanRequest | FusedRequest, save: bool, in_place: bool = F
     in_place = in_place and request.initial_state is not None and inputs.initial_state is request.initial_state
     final_state = inputs.initial_state if in_place else request.new_state(request.num_sequences)
     assert final_state is not None
-    saved = torch.empty(_border_elements(request, inputs.cu_seqlens) if save else 0, dtype=request.compute_dtype)
+    saved = torch.empty(_boundary_elements(request, inputs.cu_seqlens) if save else 0, dtype=request.compute_dtype)
     status: int = kernels.forward(
         *inputs, o, None if in_place else final_state, saved if save else None, *_settings(request), in_place,
         validation.enabled, torch.get_num_threads(),
@@ -164,9 +164,9 @@ def _backward(
     return d_q.to(request.q.dtype), d_k.to(request.k.dtype), d_v.to(request.v.dtype), d_scalars, d_initial
 
 
-def _border_elements(request: ScanRequest | FusedRequest, cu_seqlens: Tensor | None) -> int:
+def _boundary_elements(request: ScanRequest | FusedRequest, cu_seqlens: Tensor | None) -> int:
     length, (value_heads, value_dim), key_dim = request.k.shape[1], request.v.shape[2:], request.k.shape[3]
-    count: int = kernels.border_count(cu_seqlens, request.num_sequences, length, value_heads, key_dim, value_dim)
+    count: int = kernels.boundary_count(cu_seqlens, request.num_sequences, length, value_heads, key_dim, value_dim)
     return count
 
 
