@@ -1,4 +1,4 @@
-// Python bindings: efla.native._kernels. Tensors come in as they are; tensors.h checks what the kernels are going to touch.
+// Python bindings: efla.native._kernels. tensors.h checks every tensor that a kernel reads or writes.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
@@ -80,7 +80,7 @@ unsigned forward(nb::handle q, nb::handle k, nb::handle v, nb::handle log_decay,
   return efla::run_forward(p);
 }
 
-// Gradients of what is None are not wanted.
+// Gradients that are None are not computed.
 unsigned backward(nb::handle q, nb::handle k, nb::handle v, nb::handle log_decay, nb::handle erase, nb::handle write,
                   nb::handle log_gate, nb::handle beta, nb::handle initial_state, nb::handle cu_seqlens, nb::handle boundary_states, nb::handle d_o, nb::handle d_final_state, nb::handle dq,
                   nb::handle dk, nb::handle dv, nb::handle d_log_decay, nb::handle d_erase, nb::handle d_write, nb::handle d_log_gate, nb::handle d_beta, nb::handle d_initial_state,
@@ -116,7 +116,7 @@ void add_rules(nb::module_& m) {
   nb::dict codes, all_facts;
   for (int code = 0; code < efla::kRuleCount; ++code) {
     const efla::RuleFacts& rule = efla::kRules[code];
-    const nb::object name = nb::steal(PyUnicode_InternFromString(rule.name));  // found by identity when called by a literal
+    const nb::object name = nb::steal(PyUnicode_InternFromString(rule.name));  // lookups compare by identity first
     nb::dict facts;
     facts["needs_beta"] = rule.needs_beta, facts["needs_gate"] = rule.needs_gate;
     facts["has_decay"] = rule.has_decay, facts["has_erase"] = rule.has_erase, facts["uses_norm"] = rule.uses_norm;
@@ -127,8 +127,8 @@ void add_rules(nb::module_& m) {
   rule_codes = codes.release().ptr();
 }
 
-// One call from tensors to tensors, for inference without autograd, tracing or packing. Returns (o, final_state or None), or
-// None if the call is not plain enough: the caller then takes the general path, which also explains what is wrong with bad input.
+// One call from tensors to tensors, for inference without autograd, tracing or packed input. Returns (o, final_state or
+// None), or None where it does not apply: the caller then takes the general path, which also reports invalid input.
 nb::object attend(nb::handle q, nb::handle k, nb::handle v, nb::handle beta, nb::handle log_gate, nb::handle rule_name,
                   nb::handle l2norm, nb::handle scale, nb::handle initial_state, nb::handle output_final_state,
                   nb::handle in_place, nb::handle check_domain) {
@@ -144,7 +144,7 @@ nb::object attend(nb::handle q, nb::handle k, nb::handle v, nb::handle beta, nb:
   const nb::handle none = Py_None;
   const ScanInputs inputs(q, k, v, none, none, none, log_gate, beta, initial_state, none);
   Problem p = inputs.problem(int(rule), l2norm.ptr() == Py_True, 1.0, efla::num_threads());
-  if (!p.batch || !p.tokens || (p.tokens > 1 && p.tokens < p.key_heads)) return nb::none();  // an unusual layout is looked at
+  if (!p.batch || !p.tokens || (p.tokens > 1 && p.tokens < p.key_heads)) return nb::none();  // the general path warns about the layout
   p.scale = scale.is_none() ? 1.0 / std::sqrt(double(p.K)) : PyFloat_AsDouble(scale.ptr());
   if (PyErr_Occurred()) throw nb::python_error();
   if (!std::isfinite(p.scale)) return nb::none();
@@ -173,12 +173,12 @@ nb::object attend(nb::handle q, nb::handle k, nb::handle v, nb::handle beta, nb:
   return nb::make_tuple(o.object, output_final_state.ptr() == Py_True ? final_state : nb::none());
 }
 
-// A plain C function: in decoding, the dispatch of a bound one is a tenth of a call.
+// A plain C function, because nanobind's dispatch is a tenth of the cost of a decoding step.
 PyObject* attend_entry(PyObject*, PyObject* const* a, Py_ssize_t count) {
   if (count != 12) return PyErr_Format(PyExc_TypeError, "attend takes 12 arguments, got %zd", count);
   try {
     return attend(a[0], a[1], a[2], a[3], a[4], a[5], a[6], a[7], a[8], a[9], a[10], a[11]).release().ptr();
-  } catch (const nb::builtin_exception&) {  // something does not fit
+  } catch (const nb::builtin_exception&) {  // invalid input
   } catch (const std::invalid_argument&) {
   } catch (nb::python_error& error) {
     error.restore();
@@ -193,7 +193,7 @@ PyObject* attend_entry(PyObject*, PyObject* const* a, Py_ssize_t count) {
 PyMethodDef kFastCalls[] = {
     {"attend", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(attend_entry)), METH_FASTCALL,
      "attend(q, k, v, beta, log_gate, rule, l2norm, scale, initial_state, output_final_state, in_place, check_domain)\n"
-     "One call for plain inference: (o, final_state or None), or None if it is not plain."},
+     "One call for inference: (o, final_state or None), or None where the general path is needed."},
     {nullptr, nullptr, 0, nullptr},
 };
 
@@ -311,7 +311,7 @@ std::string build_info() {
 }  // namespace
 
 NB_MODULE(_kernels, m) {
-  // Tensors that a call does not have are None.
+  // Every tensor argument may be None.
   const auto t = [](const char* name) { return nb::arg(name).none(); };
   m.doc() = "CPU kernels of the three-scalar recurrence and of the layers around it.";
   m.def("forward", &forward, t("q"), t("k"), t("v"), t("log_decay"), t("erase"), t("write"), t("log_gate"), t("beta"), t("initial_state"), t("cu_seqlens"), t("o"),
@@ -331,12 +331,12 @@ NB_MODULE(_kernels, m) {
         return efla::boundary_size(boundaries.integers(N + 1), N, T, Hv, K, V);
       },
       t("cu_seqlens"), nb::arg("N"), nb::arg("T"), nb::arg("Hv"), nb::arg("K"), nb::arg("V"),
-      "Elements (of the state's type) of the border-state buffer that forward fills for backward.");
+      "Elements (of the state's type) in the buffer of boundary states that forward fills for backward.");
   if (PyModule_AddFunctions(m.ptr(), kFastCalls) != 0) throw nb::python_error();
   m.def("norm_forward", &norm_forward, t("x"), t("weight"), t("y"), nb::arg("factor"), nb::arg("eps"), nb::arg("threads"),
         "Rows divided by the root of factor * sum of squares + eps, times weight.");
   m.def("norm_backward", &norm_backward, t("x"), t("weight"), t("dy"), t("dx"), t("dweight_parts"), nb::arg("factor"),
-        nb::arg("eps"), nb::arg("threads"), "Gradients of norm_forward; the weight's in norm_parts parts to be added.");
+        nb::arg("eps"), nb::arg("threads"), "Gradients of norm_forward; the weight's as norm_parts partial sums.");
   m.def("norm_parts", &efla::norm_parts, nb::arg("rows"));
   m.def("gate_forward", &gate_forward, t("gate"), t("up"), t("y"), nb::arg("threads"), "SiLU of the gate times up, element by element.");
   m.def("gate_backward", &gate_backward, t("gate"), t("up"), t("dy"), t("dgate"), t("dup"), nb::arg("threads"),
@@ -345,7 +345,7 @@ NB_MODULE(_kernels, m) {
         nb::arg("threads"), "Depthwise causal convolution, then SiLU. weight: [W, C]; past: [N, W - 1, C].");
   m.def("conv_backward", &conv_backward, t("x"), t("weight"), t("bias"), t("past"), t("cu_seqlens"), t("dy"), t("dx"),
         t("dpast"), t("dweight_parts"), nb::arg("silu"), nb::arg("threads"),
-        "Gradients of conv_forward; the weight's and bias's in conv_parts parts [parts, W + 1, C] to be added.");
+        "Gradients of conv_forward; the weight's and bias's as conv_parts partial sums [parts, W + 1, C].");
   m.def(
       "conv_parts",
       [](nb::handle cu_seqlens, int64_t N, int64_t T) {
@@ -365,13 +365,13 @@ NB_MODULE(_kernels, m) {
       [](nb::handle tensor_type, nb::handle is_neg, nb::handle is_grad_enabled, nb::handle dispatch_depth,
          nb::handle get_num_threads, nb::handle increment_version, nb::handle forward_ad, bool use_c_table) {
         for (nb::handle h : {tensor_type, is_neg, is_grad_enabled, dispatch_depth, get_num_threads, increment_version, forward_ad})
-          h.inc_ref();  // for good
+          h.inc_ref();  // never released
         efla::bind_torch({reinterpret_cast<PyTypeObject*>(tensor_type.ptr()), is_neg.ptr(), is_grad_enabled.ptr(),
                           dispatch_depth.ptr(), get_num_threads.ptr(), increment_version.ptr(), forward_ad.ptr()},
                          use_c_table);
       },
       nb::arg("tensor_type"), nb::arg("is_neg"), nb::arg("is_grad_enabled"), nb::arg("dispatch_depth"),
       nb::arg("get_num_threads"), nb::arg("increment_version"), nb::arg("forward_ad"), nb::arg("use_c_table"),
-      "Tell the module what a tensor is and how to ask torch. Without a C table of tensors `attend` always declines.");
+      "Register torch's tensor type and callables. Without torch's C table `attend` always returns None.");
   add_rules(m);
 }

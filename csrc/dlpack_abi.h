@@ -1,4 +1,4 @@
-// The part of the DLPack 1.x binary interface that tensors.cpp uses: how a framework shows its tensors to C code.
+// The part of the DLPack 1.x binary interface that tensors.cpp uses to read torch's tensors from C++.
 #pragma once
 
 #include <cstdint>
@@ -27,7 +27,7 @@ struct Tensor {
 struct Version {
   uint32_t major, minor;
 };
-struct ManagedTensor;  // opaque: made by the framework, handed back to it
+struct ManagedTensor;  // opaque: made by the framework and returned to it
 
 // The table behind type.__dlpack_c_exchange_api__, a capsule named "dlpack_exchange_api".
 struct ExchangeApi {

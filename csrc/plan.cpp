@@ -1,7 +1,7 @@
 // Splits a problem into tasks, gives each thread its scratch memory and runs the tasks.
 //
-// The split depends on the shape only, and partial sums are added in a fixed order, so results are bit-identical
-// whatever the number of threads.
+// Results are bit-identical for any number of threads: the parts depend on the shape only, and partial sums are added in a
+// fixed order.
 #include "plan.h"
 
 #include <atomic>
@@ -18,8 +18,8 @@ namespace efla {
 namespace {
 
 constexpr int64_t kWantedTasks = 8;        // split heads and columns until there are this many
-constexpr int kMaxTaskKeyHeads = 8;
-constexpr double kFlopsPerThread = 300e3;  // below this a second thread costs more than it brings
+constexpr int kMaxTaskKeyHeads = 8;        // see Plan::task_key_heads
+constexpr double kFlopsPerThread = 300e3;  // with less work, a second thread costs more than it saves
 
 struct Free { void operator()(void* p) const { std::free(p); } };
 using Buffer = std::unique_ptr<void, Free>;
@@ -77,7 +77,7 @@ void make_plan(const Problem& p, bool backward, PlanWithOffsets& out) {
     longest = length > longest ? length : longest;
   }
   plan.decode = !backward && longest <= (p.final_state ? kDecodeTokens : 1);
-  // The largest bundle that leaves every thread a task.
+  // As many key heads per task as leave every thread a task.
   const int64_t threads = p.threads > 1 ? p.threads : 1;
   while (!plan.decode && plan.task_key_heads < kMaxTaskKeyHeads && p.key_heads % (2 * plan.task_key_heads) == 0 &&
          pairs * parts / (2 * plan.task_key_heads) >= threads)
@@ -129,7 +129,7 @@ struct Work {
 
 constexpr int64_t kReduceRows = 64;
 
-// Decoding gives each thread the same heads at every call: their states stay in that thread's cache.
+// In decoding, each thread takes the same heads at every call, so that their states stay in its cache.
 void decode_body(void* argument) {
   Work& w = *static_cast<Work*>(argument);
   unsigned status = 0;
@@ -166,7 +166,7 @@ unsigned run(Work& w, double flops) {
   if (threads > w.count) threads = w.count;
   if (!w.count) return 0;
   w.alone = threads <= 1;  // the caller may itself be one thread of a team
-  // One allocation by the caller: what a worker frees, its allocator returns to the system and faults in again next time.
+  // The caller allocates for all threads. Memory freed by a worker would return to the system and fault in at every call.
   w.scratch_bytes = (w.scratch_bytes + 63) / 64 * 64;
   Buffer scratch;
   if (w.scratch_bytes) scratch = allocate((w.alone ? 1 : threads) * w.scratch_bytes);

@@ -1,9 +1,10 @@
-// What a call is: plain data shared by the bindings, the planner and every instruction-set build.
+// A call as plain data, shared by the bindings, the planner and the build of every instruction set. README.md explains the
+// words.
 //
 //     S_t = exp(log_decay_t) (I - erase_t k_t k_t^T) S_{t-1} + write_t k_t v_t^T,      o_t = scale S_t^T q_t
 //
-// Nothing here may contain code: the kernels are compiled several times with different flags, and an inline
-// function emitted by one of those builds could be picked by the linker for all of them.
+// No code here: kernels/ is compiled several times with different flags, and the linker could choose one build's copy of
+// an inline function for all of them.
 #pragma once
 
 #include <cstddef>
@@ -20,10 +21,10 @@ constexpr unsigned kNegativeBeta = 1u;
 constexpr unsigned kPositiveLogGate = 2u;
 
 constexpr int kMaxWidth = 256;    // largest K and V
-constexpr int kTile = 64;         // tokens whose keys are packed at once; states are saved at tile borders
-constexpr int kBlock = 16;        // tokens per chunk of the backward pass
-constexpr int kQuad = 4;          // tokens per sweep over the state in the forward pass
-constexpr int kPanel = 32;        // columns of S kept together: scratch states are [panels][K rounded to 16][32]
+constexpr int kTile = 64;         // tokens whose keys are packed at once; forward saves a state at each tile boundary
+constexpr int kBlock = 16;        // tokens per step of the forward loop and per chunk of the backward pass
+constexpr int kQuad = 4;          // tokens per sweep over the state
+constexpr int kPanel = 32;        // columns of S stored together: scratch states are [panels][padded_K][32]
 constexpr int kDecodeTokens = 8;  // sequences up to this length take the decode path (no packing)
 
 // A tensor [B, T, H, width] (or [B, T, H]): strides in elements, the last dimension contiguous.
@@ -61,13 +62,13 @@ struct Problem {
   void* d_initial_state = nullptr;
 };
 
-// How the work is split; a function of the shape alone, so results do not depend on the number of threads.
-// A unit of work is (sequence, key head, head part, column part); a task is `bundle` units of neighbouring key heads taken
-// together tile by tile, because their rows are neighbours in memory. Bundling changes no result.
+// How the work is split. A task is what a thread takes: one sequence, a range of key heads, one head part and one column
+// part. The parts depend on the shape only. task_key_heads also depends on the number of threads, and changes no result:
+// neighbouring key heads share a task because their rows are neighbours in memory.
 struct Plan {
   int group = 1;         // value heads per key head
-  int head_parts = 1;    // the group's value heads are split into this many ranges
-  int column_parts = 1;  // and the panels of V into this many
+  int head_parts = 1;    // ranges into which a group's value heads are split
+  int column_parts = 1;  // ranges into which the panels are split
   int panels = 1;
   int padded_K = 16;
   int task_key_heads = 1;  // neighbouring key heads that one task takes
@@ -92,7 +93,7 @@ struct NormProblem;  // rows.h
 struct ConvProblem;
 struct GateProblem;
 
-// Entry points of one instruction-set build.
+// Entry points of one instruction set's build (kernels/entry_points.cpp).
 struct Kernels {
   const char* name;
   size_t (*forward_scratch)(const Problem&, const Plan&);

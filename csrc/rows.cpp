@@ -13,7 +13,7 @@ namespace {
 constexpr int64_t kMaxParts = 64;
 constexpr int64_t kNormRows = 64;              // rows a thread takes at once
 constexpr int64_t kGateElements = 8192;        // elements a thread takes at once
-constexpr double kElementsPerThread = 32768;   // below this a second thread costs more than it brings
+constexpr double kElementsPerThread = 32768;   // with less work, a second thread costs more than it saves
 
 struct Loop {
   void (*body)(const Kernels&, const void*, int64_t);

@@ -1,4 +1,4 @@
-// What the layers around the scan ask for: a norm over the last axis, the short causal convolution, the gate of a feed-forward layer.
+// Row kernels of the layers around the scan: norm over the last axis, short causal convolution, feed-forward gate.
 //
 // Plain data and declarations only, for the reason given in problem.h.
 #pragma once
@@ -7,7 +7,7 @@
 
 namespace efla {
 
-// y = x * weight / sqrt(factor * sum(x^2) + eps) for each of `rows` dense rows; weight and its gradient have the compute type.
+// y = x * weight / sqrt(factor * sum(x^2) + eps) for `rows` dense rows. weight and its gradient have the compute type.
 struct NormProblem {
   Dtype dtype = Dtype::float32;
   int64_t rows = 0;
@@ -23,7 +23,7 @@ struct NormProblem {
 };
 
 // y_t = act( bias + sum_i weight[i] x_{t - W + 1 + i} ) in each channel; `past` holds the W - 1 inputs before the first.
-// weight, bias, past and the gradients of them have the compute type; y, dy, dx are dense.
+// weight, bias, past and their gradients have the compute type; y, dy, dx are dense.
 struct ConvProblem {
   Dtype dtype = Dtype::float32;
   bool silu = true;
@@ -68,7 +68,7 @@ void run_conv_backward(ConvProblem p, int threads);
 void run_gate_forward(const GateProblem& p, int threads);
 void run_gate_backward(const GateProblem& p, int threads);
 
-// How many partial sums of the weights' gradients there are; a function of the shape alone.
+// Number of partial sums of the weights' gradients. Depends on the shape only.
 int64_t norm_parts(int64_t rows);
 int64_t conv_parts(const int64_t* cu_seqlens, int64_t sequences, int64_t tokens);
 

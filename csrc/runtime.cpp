@@ -1,7 +1,7 @@
 // Instruction-set selection by cpuid, and parallel regions on an OpenMP runtime that is already in the process.
 //
-// Threads come from torch's own OpenMP runtime through the stable entry point GOMP_parallel (libgomp, libomp and
-// libiomp5 all export it): a second pool beside torch's spinning workers costs up to a factor of two.
+// Threads come from torch's own OpenMP runtime through the stable entry point GOMP_parallel, which libgomp, libomp and
+// libiomp5 export. A second pool next to torch's spinning workers is up to two times slower.
 #include "runtime.h"
 
 #include <dlfcn.h>
@@ -27,7 +27,7 @@ struct Level {
   bool available;
 };
 
-// Best first. The portable build is called baseline: it is x86-64 there, and whatever the compiler targets elsewhere.
+// Best first. Users know the portable build as "baseline": plain x86-64, or what the compiler targets elsewhere.
 const std::vector<Level>& levels() {
   static const std::vector<Level> all = [] {
     std::vector<Level> found;
@@ -89,7 +89,7 @@ void set_simd(const std::string& name) { g_level.store(&find_level(name), std::m
 const Kernels& active_kernels() { return *current_level().kernels; }
 
 bool set_parallel_runtime(const std::string& path) {
-  // RTLD_NOLOAD: only a runtime that is there already; loading a second one is what we avoid.
+  // RTLD_NOLOAD finds a runtime that is already loaded and never loads a second one.
   void* library = path.empty() ? RTLD_DEFAULT : dlopen(path.c_str(), RTLD_NOLOAD | RTLD_LAZY);
   if (!path.empty() && !library) return false;
   auto entry = reinterpret_cast<ParallelEntry>(dlsym(library, "GOMP_parallel"));

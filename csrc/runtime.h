@@ -1,4 +1,4 @@
-// The process-wide choices: which instruction set, and whose threads.
+// Process-wide choices: the instruction set, and the OpenMP runtime whose threads run the kernels.
 #pragma once
 
 #include <string>
@@ -15,15 +15,15 @@ std::string active_simd();
 void set_simd(const std::string& name);
 const Kernels& active_kernels();
 
-// Takes GOMP_parallel from an OpenMP runtime that is already loaded (torch's); false if it is not there.
+// Uses GOMP_parallel of an OpenMP runtime that is already loaded (torch's). Returns false if there is none.
 bool set_parallel_runtime(const std::string& path);
 bool has_parallel_runtime();
 
-// body(argument) on each of `threads` threads, which share the work among themselves; on the calling thread alone without
-// a runtime, or in a forked child, whose runtime has lost its threads. body must not throw.
+// Calls body(argument) on each of `threads` threads; body divides the work among them and must not throw. Without a
+// runtime, and in a forked child (whose runtime has lost its threads), it runs on the calling thread only.
 void run_parallel(int threads, void (*body)(void*), void* argument);
 
-// Inside a body: which of how many threads this is. The numbers are stable from call to call.
+// Inside a body: the number of this thread and the size of its team. A thread keeps its number from call to call.
 struct TeamPlace {
   int number, size;
 };

@@ -40,13 +40,13 @@ template <class Sizes> std::string describe_shape(const Sizes& sizes) {
   return text + "]";
 }
 
-nb::object ask(PyObject* function, PyObject* argument = nullptr) {
+nb::object call(PyObject* function, PyObject* argument = nullptr) {
   PyObject* answer = PyObject_Vectorcall(function, &argument, argument ? 1 : 0, nullptr);
   if (!answer) throw nb::python_error();
   return nb::steal(answer);
 }
 
-// Whether a byte there can be written, asked of the operating system: it answers where a store would end the process.
+// Whether the memory is writable. Asks the operating system, because a store to read-only memory would end the process.
 bool can_write(void* data) {
 #if defined(__linux__)
   iovec byte{data, 1};
@@ -57,7 +57,7 @@ bool can_write(void* data) {
 #endif
 }
 
-// The same, asked once per tensor: in decoding the question would cost more than the answer saves.
+// The same with a cache of tensors known to be writable: in decoding, a system call per token costs too much.
 bool is_writable(PyObject* tensor, void* data) {
   struct Known {
     PyObject* tensor;
@@ -85,14 +85,14 @@ void bind_torch(const Torch& bound, bool use_c_table) {
 
 bool records_nothing() {
   static PyObject* const current_level = PyUnicode_InternFromString("_current_level");
-  if (ask(torch.is_grad_enabled).ptr() != Py_False || PyLong_AsLong(ask(torch.dispatch_depth).ptr()) != 0) return false;
+  if (call(torch.is_grad_enabled).ptr() != Py_False || PyLong_AsLong(call(torch.dispatch_depth).ptr()) != 0) return false;
   PyObject* level = PyDict_GetItem(torch.forward_ad, current_level);
   return !level || PyLong_AsLong(level) < 0;
 }
 
-int num_threads() { return int(PyLong_AsLong(ask(torch.get_num_threads).ptr())); }
+int num_threads() { return int(PyLong_AsLong(call(torch.get_num_threads).ptr())); }
 
-void increment_version(nb::handle tensor) { ask(torch.increment_version, nb::steal(PyTuple_Pack(1, tensor.ptr())).ptr()); }
+void increment_version(nb::handle tensor) { call(torch.increment_version, nb::steal(PyTuple_Pack(1, tensor.ptr())).ptr()); }
 
 bool is_plain_tensor(nb::handle object) { return Py_TYPE(object.ptr()) == torch.tensor_type; }
 
@@ -100,14 +100,14 @@ Tensor::Tensor(nb::handle object, const char* name) : object_(object), name_(nam
   if (object.is_none()) return;
   if (!torch.tensor_type || !PyObject_TypeCheck(object.ptr(), torch.tensor_type))
     throw nb::type_error((std::string(name) + " must be a torch.Tensor").c_str());
-  if (ask(torch.is_neg, object.ptr()).ptr() != Py_False) refuse("is a view that negates its memory; call resolve_neg() first");
+  if (call(torch.is_neg, object.ptr()).ptr() != Py_False) refuse("is a view that negates its memory; call resolve_neg() first");
   if (api) {
     if (api->view_object(object.ptr(), &view_) != 0) {
       PyErr_Clear();
       refuse("has no memory that the CPU kernels can read");
     }
   } else {
-    // A torch without the C table: the public protocol, which wants a tensor that does not require a gradient.
+    // Without the C table: the public DLPack protocol, which refuses tensors that require a gradient.
     nb::ndarray<nb::ro> array;
     nb::object detached = object.attr("detach")();
     if (!nb::try_cast(detached, array) || array.ndim() > 8) refuse("has no memory that the CPU kernels can read");
@@ -122,7 +122,8 @@ Tensor::Tensor(nb::handle object, const char* name) : object_(object), name_(nam
   if (view_.device.type != dlpack::kCpu || !view_.strides) refuse("must be a strided tensor on the CPU");
   int64_t elements = 1;
   for (int i = 0; i < view_.ndim; ++i) elements *= view_.shape[i];
-  // The memory of a resized storage is gone, and its pointer is the offset alone: small, as few real ones are.
+  // A storage resized to 0 has a null pointer, to which torch adds the offset. Real pointers are rarely that small, so the
+  // exact check runs only for small ones.
   if (elements && reinterpret_cast<uintptr_t>(view_.data) >> 32 == 0 &&
       nb::cast<uintptr_t>(object.attr("untyped_storage")().attr("data_ptr")()) == 0)
     refuse("has no memory: its storage was resized to 0");

@@ -1,7 +1,7 @@
 // The boundary between torch and the kernels: the only way from a Python object to a pointer.
 //
-// A pointer is handed out only in exchange for the shape and the element type that the kernel is going to use, so a kernel
-// cannot be bound without stating them, and whatever a caller passes, nothing is read or written outside of a tensor.
+// Every accessor takes the shape and the element type that the kernel uses and checks them before it returns a pointer.
+// Whatever a caller passes, nothing outside a tensor is read or written.
 #pragma once
 
 #include <nanobind/nanobind.h>
@@ -15,7 +15,7 @@ namespace efla {
 
 using Shape = std::initializer_list<int64_t>;
 
-// What the boundary asks torch, as Python callables of torch's own: they cost 20 ns from here and no headers.
+// torch's own Python callables that this boundary uses. A call costs 20 ns and needs no torch headers.
 struct Torch {
   PyTypeObject* tensor_type = nullptr;
   PyObject *is_neg = nullptr, *is_grad_enabled = nullptr, *dispatch_depth = nullptr, *get_num_threads = nullptr,
@@ -23,15 +23,15 @@ struct Torch {
   PyObject* forward_ad = nullptr;  // the dictionary of torch.autograd.forward_ad
 };
 
-// use_c_table: read tensors through torch's C table, if it has one, which makes a call cheaper.
+// use_c_table: read tensors through torch's C table (torch 2.10 and later), which makes a call cheaper.
 void bind_torch(const Torch& torch, bool use_c_table);
 
-// Whether torch is eager and nothing records what happens: no gradients of either mode, no dispatch mode.
+// Whether torch is eager and records nothing: no reverse-mode or forward-mode gradients, no dispatch mode.
 bool records_nothing();
 int num_threads();
 void increment_version(nanobind::handle tensor);
 
-// Whether the object is a torch.Tensor itself, not of a subclass, whose own rules would be passed over.
+// Whether the object is exactly a torch.Tensor. Subclasses may override operations, which the kernels would bypass.
 bool is_plain_tensor(nanobind::handle object);
 
 // A tensor argument, or None. Every mismatch is a ValueError or TypeError that names the argument.
@@ -44,7 +44,7 @@ class Tensor {
   explicit operator bool() const { return present_; }
   int64_t size(int dimension) const { return view_.shape[dimension]; }
   const Tensor& dimensions(int count) const;  // refuses any other number of dimensions
-  Dtype dtype() const;                        // refuses what the kernels do not compute with
+  Dtype dtype() const;                        // refuses types without kernels
 
   // The rows of a tensor [B, T, H, D] or [B, T, C]: its last dimension is contiguous. Null if absent.
   Strided rows(Shape shape, Dtype dtype) const;
@@ -52,7 +52,7 @@ class Tensor {
   Strided scalars(Shape shape, Dtype dtype) const;
   // Contiguous memory; null if absent.
   void* dense(Shape shape, Dtype dtype) const;
-  // The same, for memory of the caller's that is going to be overwritten.
+  // The same, for memory of the caller that the kernel overwrites. Refuses read-only memory.
   void* writable(Shape shape, Dtype dtype) const;
   const int64_t* integers(int64_t count) const;
 

@@ -1,8 +1,8 @@
-// Backward pass of one task: tiles of 64 tokens in reverse.
+// Backward pass of one task, tile by tile in reverse.
 //
-// Per tile and value head: start from the saved border state, run the forward recurrence again (quad.h) keeping the
-// rows u_t and the state at every 16th token, then take the blocks of 16 in reverse (backward_block.h), and apply the
-// chain of the rule (rules.h) and of the l2-norm.
+// For each tile and value head: start from the state that the forward pass saved at the tile's boundary, recompute the
+// recurrence (quad.h) and keep the rows u_t and the state before every block; go through the blocks in reverse
+// (backward_block.h); apply the chain rule of the rule (rules.h) and of the l2-norm.
 #include "backward_block.h"
 #include "quad.h"
 
@@ -36,7 +36,7 @@ template <class T> struct BackwardScratch {
   }
 };
 
-// The columns of the task for `count` tokens, then zero rows up to a multiple of 16.
+// Loads the task's columns of `count` tokens, then zero rows up to a multiple of 16.
 template <class E>
 inline void load_columns(const Problem& p, const Task& task, const Strided& from, int64_t first, int count, int64_t head,
                          Compute<E>* to) {
@@ -48,7 +48,7 @@ inline void load_columns(const Problem& p, const Task& task, const Strided& from
   for (int t = count; t < round_up(count, kBlock); ++t) zero_row(to + t * kRow<T>, padded);
 }
 
-// States before every block and rows u_t of the tile; inside the last block the state moves in a spare panel.
+// Computes the states before every block and the rows u_t of the tile. The last block updates a spare panel.
 template <class T, bool erases>
 inline void recompute(const Problem& p, const BackwardScratch<T>& s, int rows, int panels, int padded_K, Prefetcher& prefetcher) {
   constexpr int N = kSweepVectors, width = N * kLanes<T>;
@@ -118,7 +118,7 @@ template <class E> struct Outputs {
   }
 };
 
-// Gradients of the inputs from those of the coefficients; adds the block's dq and dk to the tile's.
+// Turns gradients of the coefficients into those of the inputs, and adds the block's dq and dk to the tile's.
 template <class E>
 inline void finish_block(const Outputs<E>& out, const BackwardScratch<Compute<E>>& s, int64_t first, int t, int count, int64_t head,
                          bool first_head) {
@@ -166,7 +166,7 @@ template <class T> inline void normalise_backward(T* row, const T* unit, T inver
   for (int c = 0; c < padded; c += kLanes<T>) store(row + c, inverse * (load(row + c) - along * load(unit + c)));
 }
 
-// One value head over one tile: its gradients, with dS of the head moved from the tile's end to its start.
+// Gradients of one value head over one tile. dS is the gradient of the state after the tile; it becomes that before it.
 template <class E>
 inline void backward_head(const Outputs<E>& out, const BackwardScratch<Compute<E>>& s, int64_t first, int count, int64_t head,
                           bool first_head, Compute<E>* dS, Prefetcher& prefetcher, unsigned* status) {
@@ -205,7 +205,7 @@ inline void backward_head(const Outputs<E>& out, const BackwardScratch<Compute<E
   }
 }
 
-// The rows that the next unit will read and write.
+// What to prefetch: the rows that the next head or tile reads and writes.
 template <class E>
 inline Prefetcher next_rows(const Problem& p, const Task& task, int64_t key_head, int64_t head, int64_t first) {
   auto dense = [&](void* data, int64_t heads, int64_t width) { return Strided{data, p.tokens * heads * width, heads * width, width}; };
@@ -265,7 +265,7 @@ template <class E> void backward_task(const Problem& p, const Plan& plan, const 
   }
 }
 
-// Sums of the parts in fixed order, for tokens [begin, end) of B * T.
+// Adds the parts in a fixed order, for tokens [begin, end) of B * T.
 template <class E> void reduce_rows(const Problem& p, const Plan& plan, int64_t begin, int64_t end) {
   using T = Compute<E>;
   const int parts = plan.head_parts * plan.column_parts;

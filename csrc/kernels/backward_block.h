@@ -1,4 +1,4 @@
-// Gradients of one block of 16 tokens in chunk form, given the state S0 before it, dS' after it, and X (the rows u_t).
+// Gradients of one block of 16 tokens in chunk form, from the state S0 before it, dS' after it, and X (the rows u_t).
 //
 //     D_ij = product of decays over j < t <= i,  g_i = D from the start,  d_i = D to the end,  gC = g of the whole block
 //     P    = scale Q K^T . D . Tril                 M = I + StrictTril(diag(erase) K K^T . D)
@@ -10,11 +10,11 @@
 //     d_erase_i = - sum_{j<i} D_ij (k_i.k_j)(dR_i.x_j) - g_i (k_i^T S0).dR_i
 //     d_log_decay_t = sum over every D_ij, g_i, d_j, gC that contains t of (that decay) x (its gradient)
 //
-// The last line has no cancelling terms, unlike <dS_t, S_t> + dO_t.o_t - write_t d_write_t: a gradient that a strong decay
-// makes tiny comes out tiny.
+// The sum for d_log_decay has no cancelling terms, unlike <dS_t, S_t> + dO_t.o_t - write_t d_write_t, so it is accurate
+// where a strong decay makes the gradient tiny.
 //
-// Tokens are rows (stride kRow) or lanes (vectors of 16): products that contract over V broadcast S and keep the tokens
-// in the lanes, so S is never transposed.
+// Tokens are rows (stride kRow) or lanes (16 of them). Products that contract over V broadcast S and keep the tokens in the
+// lanes, so S is never transposed.
 #pragma once
 
 #include "gemm.h"
@@ -62,7 +62,7 @@ template <class T> struct BlockScratch {
   }
 };
 
-// The block's inputs: rows of stride kRow, scalars of its 16 tokens, states in panels.
+// Inputs of a block: rows of stride kRow, scalars of its 16 tokens, states in panels.
 template <class T> struct BlockInput {
   const T *k, *q, *v, *d_o, *x;
   const T *decay, *erase, *write;
@@ -137,8 +137,8 @@ template <class T> inline void block_solve(const BlockInput<T>& in, const BlockS
   }
 }
 
-// A power of two near the longest key of the block, at least 1. With keys of 1e18, erase is 1e-36 and B leaves the range of
-// float32 although B K does not; B is kept multiplied by this, which is exact.
+// A power of two near the norm of the block's longest key, at least 1. With keys of 1e18, erase is 1e-36 and B leaves the
+// range of float32 although B K does not. B is stored multiplied by this power, which is exact.
 template <class T> inline T key_scale(const BlockScratch<T>& s) {
   T longest = 1;
   for (int i = 0; i < kBlock; ++i) longest = s.kk[i * kBlock + i] > longest ? s.kk[i * kBlock + i] : longest;

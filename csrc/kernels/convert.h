@@ -18,7 +18,7 @@ template <class E> struct ComputeOf { using type = float; };
 template <> struct ComputeOf<double> { using type = double; };
 template <class E> using Compute = typename ComputeOf<E>::type;
 
-// Calls body with a value of the type that dtype names; only the type of the value matters.
+// Calls body with a value of dtype's element type. Only the type of the value matters.
 template <class Body> EFLA_INLINE void with_elements(Dtype dtype, Body body) {
   switch (dtype) {
     case Dtype::float32: return body(float{});
@@ -65,7 +65,7 @@ EFLA_INLINE void store_elements(Float16* p, Vec<float> v) {
   _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm256_cvtps_ph(__m256(v), _MM_FROUND_TO_NEAREST_INT));
 }
 #else
-// The exponent is moved by a multiplication with 2^112, which also normalises denormals.
+// Multiplying by 2^112 corrects the exponent and normalises denormals.
 EFLA_INLINE Vec<float> load_elements(const Float16* p) {
   HalfBits half;
   __builtin_memcpy(&half, p, sizeof half);
@@ -90,7 +90,7 @@ EFLA_INLINE void store_elements(Float16* p, Vec<float> v) {
 }
 #endif
 
-// The first `count` (>= 1, may exceed the width) elements; lanes beyond are zero.
+// Loads the first `count` >= 1 elements, at most a vector; other lanes are zero.
 template <class E> EFLA_INLINE Vec<Compute<E>> load_some(const E* p, int count) {
   constexpr int n = kLanes<Compute<E>>;
   if (count >= n) return load_elements(p);

@@ -1,10 +1,10 @@
-// Decoding: a few tokens, state in and out (possibly in place), nothing packed.
+// Decoding: a few tokens and no packing. The state may be updated in place.
 //
 //     u = write v - a erase (S^T k),   o = scale (a S^T q + (q.k) u),   S = a S + k u^T        a = exp(log_decay)
 //
-// Columns of S are independent: a slice (up to 128 columns, so that whole rows of a usual state are read in order) goes
-// through all tokens while it is in cache, read from memory once and written once; between the first token and the last it lives in final_state, so several tokens without
-// a final state take the general path (plan.cpp).
+// Columns of S are independent. A slice (up to 128 columns, so that rows of a usual state are read as a whole) is read from
+// memory once, goes through all tokens while it is in cache, and is written once. Between tokens it is stored in
+// final_state, so several tokens without a final state take the general path (make_plan in plan.cpp).
 #pragma once
 
 #include "convert.h"
@@ -34,7 +34,7 @@ template <class E> inline void decode_keys(const Problem& p, const Task& task, i
   }
 }
 
-// N vectors of columns through one token. `from` may be null (zero state) and may equal `to`; `to` null: no state wanted.
+// One token on a slice of N vectors. `from` may be null (zero state) and may equal `to`, which is null if no state is wanted.
 template <class E, int N>
 EFLA_INLINE void decode_columns(const Problem& p, const DecodeTokens<Compute<E>>& d, int t, const E* v, E* o, int count,
                                 const Compute<E>* from, Compute<E>* to) {

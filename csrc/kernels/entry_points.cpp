@@ -1,4 +1,4 @@
-// The table of entry points of this instruction-set build.
+// The entry points of this instruction set's build, as one table.
 #include "rows.h"
 #include "simd.h"
 

@@ -1,7 +1,7 @@
-// Forward pass of one task: a sequence, a key head, some of its value heads, some panels of V.
+// Forward pass of one task, a block of 16 tokens at a time.
 //
-// 16 tokens at a time: keys and queries are packed once for all value heads and panels, then S is taken through four
-// quads (quad.h), a slice of columns at a time, which with the packed rows stays in L1.
+// Keys and queries of a block are packed once for all value heads and panels of the task. Then each slice of columns of S
+// goes through the block's four quads (quad.h). A slice and the packed rows fit in L1.
 #include "decode.h"
 #include "quad.h"
 
@@ -28,7 +28,7 @@ struct HeadBlock {
   int count;
 };
 
-// The rows of the unit that comes next, fetched during the sweeps of this one.
+// What to prefetch during this block's sweeps: the rows of the next one.
 template <class E>
 inline SweepPrefetch prefetch_next(const Problem& p, const Task& task, const HeadBlock& now, const HeadBlock& next, int slices) {
   SweepPrefetch prefetch;
@@ -48,7 +48,7 @@ inline SweepPrefetch prefetch_next(const Problem& p, const Task& task, const Hea
   return prefetch;
 }
 
-// The share of quad t and one slice.
+// The share of the prefetching that one quad and slice do.
 template <class E> EFLA_INLINE SweepPrefetch prefetch_share(const Problem& p, const SweepPrefetch& prefetch, int t, int slice) {
   SweepPrefetch share = prefetch;
   const int offset = slice * prefetch.lines * 64;
@@ -57,8 +57,8 @@ template <class E> EFLA_INLINE SweepPrefetch prefetch_share(const Problem& p, co
   return share;
 }
 
-// Up to 16 tokens of one value head, all columns of the task. Slices of columns go in pairs, a quad of one between the
-// reading and the writing half of the other, so that the latency of the triangular solve is hidden.
+// One value head over one block, all columns of the task. Slices run in pairs: while one waits for its triangular solve,
+// the other reads or writes.
 template <class E, bool erases>
 inline void run_head_block(const Problem& p, const Plan& plan, const Task& task, const HeadBlock& now, const HeadBlock& next,
                      const ForwardScratch<Compute<E>>& s, Compute<E>* S) {

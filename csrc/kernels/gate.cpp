@@ -1,4 +1,4 @@
-// The gate of a feed-forward layer, and its gradient, element by element in one pass each.
+// The gate of a feed-forward layer and its gradient, element by element, one pass each.
 //
 //     y = z s u  with s = sigmoid(z);      dz = dy u s (1 + z (1 - s)),   du = dy z s
 #include "convert.h"

@@ -1,22 +1,22 @@
-// Register-tiled products C += A B: A is read by broadcasts, so it may be transposed; B has rows of vectors.
+// Small matrix products C = A B with the accumulators in registers. A is read by broadcasts, so it may be transposed.
 //
 //     acc[r][n] += A[r * row_stride + p * column_stride] * B[p * ldb + n * lanes]
 //
-// Strides are template arguments so that addresses in the inner loop are immediates.
+// Strides are template arguments, so that addresses in the inner loop are immediates.
 #pragma once
 
 #include "simd.h"
 
 namespace efla::EFLA_ISA {
 
-// Tile of two vectors a row: 8 x 2 accumulators with 32 registers, 4 x 2 with 16.
+// Rows of accumulators, two vectors each: 8 x 2 accumulators with 32 registers, 4 x 2 with 16.
 constexpr int kProductRows = EFLA_WIDE_REGISTERS ? 8 : 4;
 
-// Products whose columns are the 16 tokens of a block: one vector a row if a vector holds 16 lanes, else two at a time.
+// The same where the columns are the 16 tokens of a block: one vector per row if it has 16 lanes, else two.
 template <class T> constexpr int kTokenVectors = kLanes<T> >= kBlock ? 1 : 2;
 template <class T> constexpr int kTokenRows = kLanes<T> >= kBlock ? 16 : kProductRows;
 
-// Cache lines of the next unit of work, requested a few at a time between register tiles.
+// Prefetches the rows of the next head or tile, a few cache lines at a time between products.
 struct Prefetcher {
   static constexpr int streams = 7, per_step = 10;  // k, q, v, dO and dq, dk, dv
   const char* row[streams];    // first row of each stream
@@ -54,7 +54,7 @@ EFLA_INLINE void multiply(const T* A, const T* B, int ldb, int depth, Accumulato
   }
 }
 
-// C[rows][columns] = A B, everything in one piece; rows a multiple of M, columns of N vectors.
+// C[rows][columns] = A B. `rows` is a multiple of M, `columns` of N vectors.
 template <class T, int M, int N, int row_stride, int column_stride>
 inline void product(const T* A, const T* B, int ldb, int depth, T* C, int ldc, int rows, int columns, Prefetcher& prefetcher) {
   for (int c = 0; c < columns; c += N * kLanes<T>) {
@@ -69,7 +69,7 @@ inline void product(const T* A, const T* B, int ldb, int depth, T* C, int ldc, i
   }
 }
 
-// C[rows][columns] = S B^T-like product over the columns of a panelled state: A = S[panel][row][32], depth = all panels.
+// C[rows][columns] = S B for a state S in panels [panels][rows][32]: contracts over all columns of S.
 template <class T, int M, int N>
 inline void panel_product(const T* S, size_t panel_size, int panels, const T* B, int ldb, T* C, int ldc, int rows, int columns,
                           Prefetcher& prefetcher) {

@@ -1,9 +1,9 @@
-// Norm over the last axis, and its gradient; as many rows at a time as a vector has lanes, so that their sums are one vector.
+// Norm over the last axis and its gradient. Processes as many rows at once as a vector has lanes: their sums are one vector.
 //
 //     r = 1 / sqrt(factor sum(x^2) + eps),   y = r x w
 //     dx = r (g - factor (g.u) u)  with g = dy w, u = r x,      dw = sum over rows of dy u
 //
-// u is formed before anything is multiplied with it: r^3 alone would leave float32's range for norms beyond 1e12.
+// u is computed first, because r^3 alone leaves the range of float32 for norms beyond 1e12.
 #include <cmath>
 
 #include "convert.h"
@@ -22,7 +22,7 @@ template <class T> EFLA_INLINE Vec<T> weight_at(const NormProblem& p, int c) {
   return p.weight ? load_some(static_cast<const T*>(p.weight) + c, p.width - c) : splat<T>(1);
 }
 
-// The sum of each of `count` rows of f(column), lane by lane; f(row, c) is the vector at column c.
+// Lane i of the result is the sum of row i of `count`; f(i, c) is its vector at column c.
 template <class T, class F> EFLA_INLINE Vec<T> row_sums(int count, int width, F f) {
   Vec<T> v[kLanes<T>];
   EFLA_UNROLL for (int i = 0; i < kLanes<T>; ++i) {

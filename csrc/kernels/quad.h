@@ -1,6 +1,7 @@
-// The inner kernel: 4 tokens against a panel of S (K rows of 32 columns, in L1).
+// The inner loops of every scan: 4 tokens (a quad) and one slice of columns of S. Compiled for AVX-512, AVX2 and portable
+// vectors; simd.h sets the vector width.
 //
-//     sweep    k_t^T S0 and q_t^T S0 for the four tokens: one load of S, 16 multiply-adds a row (AVX-512)
+//     sweep    k_t^T S0 and q_t^T S0 for the four tokens: each row of S is loaded once for 8 products (sweep_row)
 //     solve    the 4 x 4 triangular system of tokens.h, columns in the lanes
 //     update   S = g S0 + sum_t (D_3t u_t) k_t^T
 #pragma once
@@ -9,13 +10,13 @@
 
 namespace efla::EFLA_ISA {
 
-// Vectors of columns handled at once, limited by the number of registers (8 accumulators each).
+// Width of a slice in vectors. Each vector needs 8 accumulators, so the number of registers limits it.
 constexpr int kSweepVectors = EFLA_WIDE_REGISTERS ? 2 : 1;
 
 template <class T, int N> using QuadVectors = Vec<T>[kQuad][N];
 
-// Cache lines to ask for during a sweep: rows of one head are far apart in [B, T, H, width], too far for the hardware's
-// prefetchers, and a burst of requests would stall the loads, so they are spread over the rows of S.
+// Cache lines to prefetch during a sweep. Rows of one head are too far apart in [B, T, H, width] for the hardware's
+// prefetchers. The requests are spread over the rows of S, because a burst would stall the loads.
 struct SweepPrefetch {
   const char* row[4];  // the first of four rows in each stream
   int64_t stride[4];   // bytes
@@ -77,9 +78,10 @@ EFLA_INLINE void update(const T* k, const QuadVectors<T, N>& u, T g, const T* fr
   }
 }
 
-// The reading half of a quad on N vectors of columns: outputs, and u (times its decay to the quad's end) for the
-// writing half. v and o point at the first of these columns for the quad's first token; `valid` columns exist, `tokens`
-// of the four are real (whole: all of them). With queries the outputs go to o; without, the rows u_t go to x.
+// The reading half of a quad on a slice of N vectors: computes the outputs, and stores u (times its decay to the end of the
+// quad) in `pending` for the writing half. v and o point to the slice's first column of the quad's first token. The slice
+// has `valid` columns and the quad `tokens` tokens; `whole` means that both are full. With `queries` the outputs go to o,
+// otherwise the rows u_t go to x.
 template <class E, int N, bool erases, bool queries, bool whole>
 EFLA_INLINE void read_quad(const KeyTile<Compute<E>>& keys, const ScalarTile<Compute<E>>& s, int t, int tokens, int rows,
                            const E* v, int64_t v_stride, int valid, E* o, int64_t o_stride, Compute<E>* x,
@@ -123,7 +125,7 @@ EFLA_INLINE void read_quad(const KeyTile<Compute<E>>& keys, const ScalarTile<Com
   }
 }
 
-// The writing half: the state after the quad, from `from` to `to` (may be the same).
+// The writing half: computes the state after the quad. `from` and `to` may be equal.
 template <class T, int N>
 EFLA_INLINE void write_quad(const KeyTile<T>& keys, const ScalarTile<T>& s, int t, int rows, const T* pending, const T* from, T* to) {
   QuadVectors<T, N> u;
@@ -138,7 +140,7 @@ EFLA_INLINE void write_quad(const KeyTile<T>& keys, const ScalarTile<T>& s, int 
   }
 }
 
-// A state [K][V] in memory to and from scratch panels [panels][padded_K][32], zero where there is no element.
+// Copy a state [K][V] to and from panels [panels][padded_K][32], which are zero outside the state.
 template <class T>
 inline void load_panels(const T* state, int K, int V, int padded_K, int panel_begin, int panel_end, T* panels) {
   for (int p = panel_begin; p < panel_end; ++p, panels += padded_K * kPanel) {

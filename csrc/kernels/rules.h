@@ -1,13 +1,15 @@
-// Rules: (beta, lam = k.k, log_gate) -> (decay = exp(log_decay), erase, write), and the chain rule back.
+// The rules' formulas and gradients: (beta, lam = k.k, log_gate) -> (decay = exp(log_decay), erase, write).
 //
-//     x = beta lam, a = exp(log_gate), phi1(x) = (1 - e^-x)/x         (the table is in problem.h's Rule and the design)
+// The same formulas in Python are in src/efla/rules; ../rule_table.h has the properties of each rule.
+// With x = beta lam, a = exp(log_gate), phi1(x) = (1 - e^-x) / x:
+//
 //     efla            erase = write = beta phi1(x)
-//     gated_efla      log_decay = -(1-a), erase = a beta phi1(a x), write = beta phi1((1-a) + a x)
-//     gated_efla_log  log_decay = log_gate, erase = beta phi1(x),   write = beta phi1(-log_gate + x)
+//     gated_efla      log_decay = -(1 - a), erase = a beta phi1(a x), write = beta phi1((1 - a) + a x)
+//     gated_efla_log  log_decay = log_gate, erase = beta phi1(x),     write = beta phi1(-log_gate + x)
 //
-// x may overflow and lam may be 1e-36 or 1e36: where x > 1, beta phi1(c + b lam) = -expm1(-y) / (c/beta + (b/beta) lam),
-// which is 1/lam in the limit and needs no x. The gradient of lam is handed over as dk += 2 g (r k), two factors
-// that stay representable where their product would not.
+// lam may be 1e-36 or 1e36, and x may overflow. Where x > 1, the code computes beta phi1(y) with y = c + b lam as
+// -expm1(-y) / (c/beta + (b/beta) lam), which does not need x and tends to 1/lam. The gradient of lam is returned as the
+// factors of dk += 2 g (r k), because the product g r may overflow where dk does not.
 #pragma once
 
 #include "vmath.h"
@@ -38,7 +40,7 @@ template <class T> EFLA_INLINE GatedTerms<T> gated_terms(Rule rule, Vec<T> beta,
   GatedTerms<T> g;
   bool paper = rule == Rule::gated_efla;
   g.share = paper ? vexp<T>(log_gate) : splat<T>(1);
-  // A gate of exactly 0 is an infinite rate, and a quotient of two of those is no number.
+  // A gate of exactly 0 is an infinite rate, and the quotient of two infinite rates is NaN.
   const Vec<T> rate = -log_gate, most = splat<T>(T(1e30));
   g.c = paper ? -vexpm1<T>(log_gate) : (rate < most ? rate : most);
   g.b = paper ? g.share * beta : beta;
@@ -89,7 +91,7 @@ template <class T> EFLA_INLINE Coefficients<T> rule_forward(Rule rule, Vec<T> be
   }
 }
 
-// d of b phi1(b lam): the factor for b is e^-x; for lam, b^2 phi1'(x) as (g, r).
+// Gradient of b phi1(b lam): e^-x for b; for lam, b^2 phi1'(x) as the factors (g, r).
 template <class T>
 EFLA_INLINE void exact_norm_gradient(Vec<T> upstream, Vec<T> b, Vec<T> lam, Vec<T> erase, Vec<T> exp_minus_x, Vec<T>& g,
                                      Vec<T>& r) {
@@ -116,7 +118,7 @@ EFLA_INLINE RuleGradient<T> gated_backward(Rule rule, Vec<T> beta, Vec<T> log_ga
 
   RuleGradient<T> out;
   exact_norm_gradient<T>(d_erase, t.b, lam, erase, exp_x, out.g1, out.r1);
-  // Where a tiny b lets keys of 1e18 pile up, d_erase overflows but b d_erase = d_erase_scaled / phi1(x) does not.
+  // With keys of 1e18 and a tiny b, d_erase overflows but b d_erase = d_erase_scaled / phi1(x) does not.
   const Vec<T> phi_x = phi1<T>(t.x), per_b = d_erase_scaled / phi_x;
   const auto overflow = d_erase - d_erase != Vec<T>{};
   const Vec<T> exp_per_b = exp_x == Vec<T>{} ? Vec<T>{} : exp_x * per_b;  // per_b is infinite where x is

@@ -1,9 +1,9 @@
-// The short causal convolution with SiLU, and its gradient, row by row in the layout [tokens, channels].
+// The short causal convolution with SiLU and its gradient, in the layout [tokens, channels].
 //
 //     z_t = bias + sum_i w_i x_{t-W+1+i},  y = z sigmoid(z)
 //     dz = dy sigmoid(z) (1 + z (1 - sigmoid(z))),   dx_t = sum_i w_i dz_{t+W-1-i},   dw_i = sum_t dz_t x_{t-W+1+i}
 //
-// The backward pass computes z anew: a tile of kTile tokens needs dz of the W - 1 tokens after it as well.
+// The backward pass recomputes z. A tile also needs dz of the W - 1 tokens after it.
 #include "convert.h"
 #include "rows.h"
 #include "vmath.h"
@@ -11,7 +11,7 @@
 namespace efla::EFLA_ISA {
 namespace {
 
-// One tile of a sequence; tokens are counted from the sequence's start.
+// One tile of a sequence; begin and end count tokens from the start of the sequence.
 struct Tile {
   int64_t sequence, batch, first, length;  // first: index of the sequence's first token in its batch entry
   int64_t begin, end;
@@ -42,10 +42,10 @@ template <class E> struct Conv {
   const E* x(int64_t t) const {
     return static_cast<const E*>(p.x) + tile.batch * p.x_batch + (tile.first + t) * p.x_token;
   }
-  // Place of token t in the dense tensors.
+  // Offset of token t in the dense tensors.
   int64_t dense(int64_t t) const { return ((p.cu_seqlens ? 0 : tile.batch * p.tokens) + tile.first + t) * p.channels; }
 
-  // Input at token t and column c; before the start the past, or zero.
+  // Input at token t and column c. Negative t reads `past`, or zero without one.
   EFLA_INLINE Vec<T> input(int64_t t, int c, int left) const {
     if (t >= 0) return load_some(x(t) + c, left);
     if (!p.past) return Vec<T>{};
@@ -78,20 +78,20 @@ template <class E> void forward_tile(const ConvProblem& p, int64_t index) {
   }
 }
 
-// All gradients in one vector of columns: one walk down the tokens of a tile and the W - 1 after it, with the last W inputs and
-// gradients in registers. Width = 0: any width, and the last columns too, which may not fill a vector.
+// All gradients of one vector of columns, in one pass over the tile's tokens and the W - 1 after it, with the last W inputs
+// and gradients in registers. Width = 0 takes any width, and columns that do not fill a vector.
 template <int Width, class E> void backward_vector(const Conv<E>& conv, int c, Compute<E>* dweight) {
   using T = Compute<E>;
   constexpr int room = Width ? Width : kMaxConvWidth;
   const ConvProblem& p = conv.p;
   const Tile& tile = conv.tile;
   const int W = Width ? Width : p.width, left = Width ? kLanes<T> : p.channels - c;
-  if (W > room) __builtin_unreachable();  // check_conv in rows.cpp
+  if (W > room) __builtin_unreachable();  // checked by check_conv in rows.cpp
   const Vec<T> bias = p.bias ? load_some(static_cast<const T*>(p.bias) + c, left) : Vec<T>{};
   Vec<T> weight[room], x[room], dz[room] = {}, sum[room + 1] = {};
   for (int i = 0; i < W; ++i) weight[i] = load_some(conv.weight(i) + c, left);
   for (int i = 1; i < W; ++i) x[i] = conv.input(tile.begin - W + i, c, left);
-  const int64_t first = tile.begin == 0 && p.dpast ? 1 - W : tile.begin;  // the first tile answers for the past too
+  const int64_t first = tile.begin == 0 && p.dpast ? 1 - W : tile.begin;  // the first tile also computes dpast
   for (int64_t t = tile.begin; t < tile.end + W - 1; ++t) {
     EFLA_UNROLL for (int i = 0; i + 1 < W; ++i) x[i] = x[i + 1], dz[i] = dz[i + 1];
     dz[W - 1] = Vec<T>{};

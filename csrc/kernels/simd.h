@@ -1,8 +1,7 @@
-// Vectors of the width this translation unit is compiled for, on GCC/Clang vector extensions.
+// Vectors of the width that this file is compiled for, on the vector extensions of GCC and Clang.
 //
-// EFLA_ISA names the build (portable, avx2, avx512) and is the namespace of everything in the kernels, so that no
-// instantiation is shared between builds. a * b + c becomes a fused multiply-add where the machine has one
-// (-ffp-contract=fast).
+// EFLA_ISA names the build (portable, avx2, avx512). It is the namespace of everything in kernels/, so that builds share no
+// template instantiation. a * b + c becomes a fused multiply-add where the instruction set has one (-ffp-contract=fast).
 #pragma once
 
 #include <cstddef>
@@ -37,8 +36,8 @@ template <class T> struct VectorOf { typedef T type __attribute__((vector_size(E
 template <class T> using Vec = typename VectorOf<T>::type;
 template <class T> using IntVec = typename VectorOf<typename IntegerOf<T>::type>::type;
 
-// Rows of packed tokens have one fixed stride for all widths: addresses become immediates in the inner loops, and
-// the odd number of cache lines spreads the rows over the sets of L1.
+// Stride of packed rows, the same for all widths: addresses in the inner loops are immediates, and the odd number of cache
+// lines spreads the rows over the sets of L1.
 template <class T> constexpr int kRow = kMaxWidth + 64 / int(sizeof(T));
 
 template <class T> EFLA_INLINE Vec<T> load(const T* p) {
@@ -48,12 +47,12 @@ template <class T> EFLA_INLINE Vec<T> load(const T* p) {
 }
 template <class T> EFLA_INLINE void store(T* p, Vec<T> v) { __builtin_memcpy(p, &v, sizeof v); }
 
-// x - 0 is x for every x, including -0 and NaN, so this folds to a plain broadcast.
+// x - 0 is x for every x, including -0 and NaN, so this compiles to a broadcast.
 template <class T> EFLA_INLINE Vec<T> splat(T x) { return x - Vec<T>{}; }
 
-// A product that is rounded before it is added to another. In a * b + c * d the compiler may fuse either side, and would
-// choose by its surroundings: the same token must not depend on whether its quad is whole.
-// The empty statement asks for the product in a register and emits nothing; GCC's __builtin_assoc_barrier takes vectors apart.
+// Rounds a product before it is added to another. In a * b + c * d the compiler may fuse either product and chooses
+// differently in different instantiations, but a token's result must not depend on whether its quad is whole.
+// The empty asm statement keeps the product in a register and emits nothing; GCC's __builtin_assoc_barrier splits vectors.
 template <class V> EFLA_INLINE V rounded(V x) {
 #if defined(__AVX512F__)
   __asm__("" : "+v"(x));
@@ -104,7 +103,7 @@ template <class T, int shift, size_t... I> EFLA_INLINE Vec<T> rotate_of(Vec<T> v
   return EFLA_SHUFFLE(T, v, v, ((I + shift) % sizeof...(I))...);
 }
 
-// Halves are added until one lane is left: a chain of log2(lanes) additions.
+// The sum of all lanes, by halves: a chain of log2(lanes) additions.
 template <class T, int half = kLanes<T> / 2> EFLA_INLINE T sum(Vec<T> v) {
   if constexpr (half == 0) {
     return v[0];
@@ -113,7 +112,7 @@ template <class T, int half = kLanes<T> / 2> EFLA_INLINE T sum(Vec<T> v) {
   }
 }
 
-// v becomes its transpose, as a square matrix of rows.
+// Transposes the square matrix with rows v in place.
 template <class T> EFLA_INLINE void transpose_square(Vec<T> (&v)[kLanes<T>]) {
   constexpr int n = kLanes<T>;
   constexpr auto lanes = std::make_index_sequence<n>{};
@@ -141,7 +140,7 @@ EFLA_INLINE void transpose(const T* from, int from_stride, T* to, int to_stride,
   }
 }
 
-// Hands out 64-byte aligned pieces of one allocation; with a null base it only counts.
+// Divides one block of memory into 64-byte aligned arrays. With a null base it only counts bytes.
 struct Arena {
   char* base;
   size_t used = 0;

@@ -1,11 +1,13 @@
-// One tile of up to 64 tokens of a key head, converted, normalised and packed; and the scalars of a value head.
+// Loads a tile (up to 64 tokens): q and k of a key head, converted, normalised and packed, and the scalars of a value head.
 //
-// Blocks of 4 tokens ("quads") share one sweep over the state; within a quad, with a_t = exp(log_decay_t),
+// The 4 tokens of a quad share one sweep over the state. Within a quad, with a_t = exp(log_decay_t),
 // g_t = product of a up to t inside the quad and D_ts = product of a over s < r <= t:
+//
 //     u_t = write_t v_t - erase_t ( g_t k_t^T S0 + sum_{s<t} D_ts (k_t.k_s) u_s )
 //     o_t = scale ( g_t q_t^T S0 + sum_{s<=t} D_ts (q_t.k_s) u_s )
 //     S   = g_3 S0 + sum_s D_3s k_s u_s^T
-// which is the chunk form with chunks of 4. Decays are products, never differences of cumulative sums.
+//
+// This is the chunk form with chunks of 4 tokens. Decays are products, never differences of cumulative sums.
 #pragma once
 
 #include "convert.h"
@@ -44,7 +46,7 @@ template <class T> EFLA_INLINE T normalise_row(T* row, int padded) {
   return inverse;
 }
 
-// The 20 products inside a quad, as unreduced vectors, in the order of quad_products_store.
+// The 20 products inside a quad, as vectors that are not yet summed: k_i.k_j for j <= i, then q_i.k_j.
 constexpr int kQuadProducts = 20;
 
 template <class T> EFLA_INLINE void quad_products(const T* k, const T* q, int padded, Vec<T>* out) {
@@ -64,7 +66,7 @@ template <class T> EFLA_INLINE void quad_products(const T* k, const T* q, int pa
   EFLA_UNROLL for (int n = 0; n < kQuadProducts; ++n) out[n] = s[n];
 }
 
-// Products of the four quads of a block of 16 tokens, reduced and spread to [distance][token].
+// Products inside the four quads of a block, summed and stored as [distance][token].
 template <class T> inline void block_products(const KeyTile<T>& tile, int first, int padded) {
   constexpr int total = kQuadProducts * kBlock / kQuad;
   static_assert(total % kLanes<T> == 0);
@@ -116,10 +118,10 @@ inline void load_keys(const Problem& p, const Task& task, int64_t key_head, int6
   for (int t = 0; t < rows; t += kLanes<T>) store(tile.lam + t, load(tile.kk[0] + t));
 }
 
-// Scalars of one value head over the tile. Arrays have a margin so that neighbours can be loaded with an offset.
+// Scalars of one value head over the tile. Arrays have margins, so that loads may start up to 4 tokens before or after.
 template <class T> struct ScalarTile {
   static constexpr int margin = 16, size = kTile + 2 * margin;
-  T *beta, *log_gate;         // as read (rule mode)
+  T *beta, *log_gate;         // inputs of a rule
   T *decay, *erase, *write;   // exp(log_decay), erase, write
   T *erase_start;             // erase * g
   T *read_start;              // scale * g
@@ -142,7 +144,7 @@ template <class T> EFLA_INLINE void gather_scalars(const Strided& s, const Task&
     to[t] = s.data ? *at<const T>(s, task.batch, task.first_token + first + t, head) : fallback;
 }
 
-// Reads the inputs of a head and turns them into (decay, erase, write); tokens from count to `rows` are identity steps.
+// Loads the inputs of a head and computes (decay, erase, write). Tokens from `count` to `rows` are identity steps.
 template <class T>
 inline void load_scalars(const Problem& p, const Task& task, int64_t first, int count, int rows, int64_t head, const T* lam,
                          const ScalarTile<T>& s, unsigned* status) {

@@ -1,4 +1,4 @@
-// exp, expm1, sigmoid, phi1(x) = (1 - e^-x) / x and its derivative on vectors, to about 2 ulp, denormals kept.
+// exp, expm1, sigmoid, phi1(x) = (1 - e^-x) / x and its derivative on vectors, to about 2 ulp, with denormals.
 //
 // x = n ln2 + r with |r| <= ln2/2;  p = expm1(r) as a Taylor polynomial;  exp(x) = 2^n (1 + p),
 // expm1(x) = 2^n p + (2^n - 1). 2^n is applied as two factors so that the result may be denormal.
@@ -58,7 +58,7 @@ template <class T> EFLA_INLINE ExpParts<T> exp_parts(Vec<T> x) {
   Vec<T> p = splat<T>(T(kInverseFactorial[C::expm1_terms]));
   EFLA_UNROLL for (int i = C::expm1_terms - 1; i >= 2; --i) p = p * r + T(kInverseFactorial[i]);
   p = r + (r * r) * p;
-  // A NaN must not reach the integer conversion; p carries it on.
+  // NaN must not reach the integer conversion; p propagates it.
   IntVec<T> k = __builtin_convertvector(n == n ? n : Vec<T>{}, IntVec<T>);
   IntVec<T> half = k >> 1;
   return {p, Vec<T>((half + C::bias) << C::mantissa), Vec<T>((k - half + C::bias) << C::mantissa)};

@@ -1,9 +1,9 @@
-// Random shapes, strides, types, rules and packed lengths at every SIMD level against a naive double implementation.
+// Random shapes, strides, types, rules and packed lengths at every SIMD level, compared with a naive implementation.
 //
 //     efla_fuzz [cases = 300] [seed = 1]        exits non-zero on the first mismatch or overwritten guard
 //
 // Build with -DEFLA_BUILD_FUZZ=ON, and -DEFLA_SANITIZE=ON for the address and undefined-behaviour sanitizers. Buffers are
-// exactly as large as the tensors they hold, gaps between rows are filled with NaN and must stay as they were.
+// exactly as large as their tensors. Gaps between rows are filled with NaN and must not change.
 #include <algorithm>
 #include <cmath>
 #include <cstdio>
@@ -50,7 +50,7 @@ double get(Dtype d, const void* p, int64_t i) {
   return f;
 }
 
-// Rounding is not the point here: any representable value near x will do.
+// Any representable value near x is good enough.
 void put(Dtype d, void* p, int64_t i, double x) {
   if (d == Dtype::float64) {
     static_cast<double*>(p)[i] = x;
@@ -107,7 +107,7 @@ struct Tensor {
   template <class F> void fill(F f) {
     each([&](int64_t i, int64_t, int64_t, int64_t, int64_t) { put(dtype, memory.data(), i, f()); });
   }
-  // Everything outside the tensor's own elements is as it was.
+  // Whether everything outside the tensor's own elements is unchanged.
   bool gaps_intact() const {
     std::vector<unsigned char> now = memory;
     const size_t size = element_size(dtype);
@@ -353,14 +353,14 @@ bool run_case(Case& c, const Reference& want) {
   if (raw || facts.needs_beta) ok &= close("d erase or beta", c, want.d1, values(d1, scalars), chain);
   if (raw) ok &= close("d write", c, want.d2, values(d2, scalars), tight);
 
-  // In place: the final state over the initial one must give the same bits.
+  // In place: overwriting the initial state must give the same bits.
   if (c.has_initial) {
     Dense again = initial;
     p.initial_state = p.final_state = again.data();
     p.boundary_states = nullptr;
     ok &= run_forward(p) == 0;
     if (again.memory != final_state.memory) std::fprintf(stderr, "IN PLACE differs: %s\n", c.name.c_str()), ok = false;
-    // A beta outside of the rule's domain is noticed before the state is touched.
+    // A beta outside the rule's domain is reported before the state is written.
     if (scalars && facts.needs_beta) {
       Dense untouched = initial;
       Tensor beta = c.c1;
@@ -374,7 +374,7 @@ bool run_case(Case& c, const Reference& want) {
   return ok;
 }
 
-// Sizes that do not belong together: refused before anything is read or written, so no pointer is needed.
+// Inconsistent sizes are refused before anything is read or written, so no pointers are needed.
 bool refused_case() {
   Problem p;
   p.batch = p.sequences = 2, p.tokens = 5, p.key_heads = 2, p.value_heads = 4, p.K = 8, p.V = 8;

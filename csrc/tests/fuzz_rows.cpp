@@ -1,8 +1,8 @@
-// Random shapes of the norm, of the short convolution and of the gate at every SIMD level, in buffers exactly as large as their tensors.
+// Random norms, short convolutions and gates at every SIMD level, in buffers exactly as large as their tensors.
 //
 //     efla_fuzz_rows [cases = 300] [seed = 1]        exits non-zero if levels disagree or an output was not written
 //
-// Values are compared with torch's in tests/native/test_rows.py; this is for the sanitizers.
+// Run it under the sanitizers. tests/native/test_rows.py compares values with torch.
 #include <cmath>
 #include <cstdio>
 #include <cstdlib>
@@ -29,7 +29,7 @@ Buffer drawn(int64_t n) {
 }
 Buffer unwritten(int64_t n) { return Buffer(static_cast<size_t>(n), NAN); }
 
-// `first` holds the results of the first level; later ones must be near.
+// `first` holds the results of the first level. The results of other levels must be close to them.
 bool agree(const char* what, const Buffer& now, Buffer& first, const std::string& level) {
   if (first.empty()) first = now;
   for (size_t i = 0; i < now.size(); ++i) {
@@ -81,7 +81,7 @@ bool conv_case() {
   for (const std::string& level : simd_levels()) {
     set_simd(level);
     Buffer y = unwritten(size), dx = unwritten(size), dw = unwritten(p.parts * (p.width + 1) * p.channels);
-    Buffer dpast(past.size(), 0.f);  // an empty sequence leaves its past as it is
+    Buffer dpast(past.size(), 0.f);  // empty sequences do not write theirs
     p.x = x.data() + origin, p.weight = weight.data();
     p.bias = bias.data(), p.past = has_past ? past.data() : nullptr, p.dpast = has_past ? dpast.data() : nullptr;
     p.y = y.data(), p.dy = dy.data(), p.dx = dx.data(), p.dweight_parts = dw.data();
@@ -93,7 +93,7 @@ bool conv_case() {
   return true;
 }
 
-// Sizes that do not belong together are refused before anything is read.
+// Inconsistent sizes are refused before anything is read.
 bool refused_case() {
   ConvProblem p;
   p.batch = p.sequences = 2, p.tokens = 5, p.channels = 8, p.width = 4;

@@ -1,7 +1,7 @@
 """The CPU kernels of csrc/: forward, backward and decoding in C++, for every rule, on torch's own threads.
 
-The kernels take raw scalars, or a rule's inputs (beta, log_gate) and compute the scalars, their gradients and the
-normalisation of keys themselves. Tensors cross as they are; csrc/tensors.h checks what the kernels are going to touch.
+The kernels take the three scalars, or a rule's inputs (beta, log_gate); then they compute the scalars, their gradients and
+the normalisation of keys. csrc/README.md is the map of the C++ code; csrc/tensors.h checks every tensor that it uses.
 """
 
 from __future__ import annotations
