@@ -112,22 +112,22 @@ template <class T> inline void block_solve(const BlockInput<T>& in, const BlockS
         clear<T, rows, N>(acc);
         in.prefetcher->step();
         multiply<T, rows, N, kRow<T>, 1>(in.k + r * kRow<T>, in.dS + panel * panel_size + c, kPanel, in.padded_K, acc);
-        EFLA_UNROLL for (int i = 0; i < rows; ++i)
-          EFLA_UNROLL for (int n = 0; n < N; ++n) acc[i][n] *= s.to_end[r + i];
+        EFLA_UNROLL_FOR (int i = 0; i < rows; ++i)
+          EFLA_UNROLL_FOR (int n = 0; n < N; ++n) acc[i][n] *= s.to_end[r + i];
         multiply<T, rows, N, 1, kBlock>(s.P + r * kBlock + r, in.d_o + r * kRow<T> + column, kRow<T>, kBlock - r, acc);
-        EFLA_UNROLL for (int i = 0; i < rows; ++i)
-          EFLA_UNROLL for (int n = 0; n < N; ++n) store(s.dR + (r + i) * kRow<T> + column + n * lanes, acc[i][n]);
+        EFLA_UNROLL_FOR (int i = 0; i < rows; ++i)
+          EFLA_UNROLL_FOR (int n = 0; n < N; ++n) store(s.dR + (r + i) * kRow<T> + column + n * lanes, acc[i][n]);
       }
       for (int i = kBlock - 1; i >= 0; --i) {
         const T* above = s.M + i * kBlock;
         Vec<T> r[N];
-        EFLA_UNROLL for (int n = 0; n < N; ++n) r[n] = load(s.dR + i * kRow<T> + column + n * lanes);
+        EFLA_UNROLL_FOR (int n = 0; n < N; ++n) r[n] = load(s.dR + i * kRow<T> + column + n * lanes);
         for (int j = 0; j < i; ++j)
-          EFLA_UNROLL for (int n = 0; n < N; ++n) {
+          EFLA_UNROLL_FOR (int n = 0; n < N; ++n) {
             T* to = s.dR + j * kRow<T> + column + n * lanes;
             store(to, load(to) - above[j] * r[n]);
           }
-        EFLA_UNROLL for (int n = 0; n < N; ++n) {
+        EFLA_UNROLL_FOR (int n = 0; n < N; ++n) {
           int at = i * kRow<T> + column + n * lanes;
           store(s.scaled_r + at, (-in.erase[i] * s.from_start[i]) * r[n]);
           store(s.scaled_o + at, (in.scale * s.from_start[i]) * load(in.d_o + at));
@@ -191,7 +191,7 @@ template <class T> inline void block_key_gradients(const BlockInput<T>& in, cons
                          *in.prefetcher);
   for (int c = 0; c < kBlock; c += N * lanes) {
     Vec<T> read[N], erased[N], to_end[N], start[N], d_erase[N] = {}, d_scaled[N] = {};
-    EFLA_UNROLL for (int n = 0; n < N; ++n) {
+    EFLA_UNROLL_FOR (int n = 0; n < N; ++n) {
       start[n] = load(s.from_start + c + n * lanes);
       read[n] = in.scale * start[n];
       erased[n] = load(in.erase + c + n * lanes) * start[n];
@@ -201,16 +201,16 @@ template <class T> inline void block_key_gradients(const BlockInput<T>& in, cons
       Accumulators<T, M, N> acc;
       clear<T, M, N>(acc);
       multiply<T, M, N, 1, kRow<T>>(in.k + j, s.W + c, kBlock, kBlock, acc);
-      EFLA_UNROLL for (int i = 0; i < M; ++i)
-        EFLA_UNROLL for (int n = 0; n < N; ++n) {
+      EFLA_UNROLL_FOR (int i = 0; i < M; ++i)
+        EFLA_UNROLL_FOR (int n = 0; n < N; ++n) {
           Vec<T> o = load(s.state_grads + (j + i) * 2 * kBlock + c + n * lanes);
           store(s.dq_lanes + (j + i) * kBlock + c + n * lanes, acc[i][n] + read[n] * o);
         }
       clear<T, M, N>(acc);
       multiply<T, M, N, 1, kRow<T>>(in.q + j, s.W_transposed + c, kBlock, kBlock, acc);
       multiply<T, M, N, 1, kRow<T>>(in.k + j, s.B + c, kBlock, kBlock, acc);
-      EFLA_UNROLL for (int i = 0; i < M; ++i)
-        EFLA_UNROLL for (int n = 0; n < N; ++n) {
+      EFLA_UNROLL_FOR (int i = 0; i < M; ++i)
+        EFLA_UNROLL_FOR (int n = 0; n < N; ++n) {
           Vec<T> r = load(s.state_grads + (j + i) * 2 * kBlock + kBlock + c + n * lanes);
           Vec<T> end = load(s.end_grads + (j + i) * kBlock + c + n * lanes);
           Vec<T> k = load(s.k_lanes + (j + i) * kBlock + c + n * lanes);
@@ -219,7 +219,7 @@ template <class T> inline void block_key_gradients(const BlockInput<T>& in, cons
           store(s.dk_lanes + (j + i) * kBlock + c + n * lanes, acc[i][n] * unscale + to_end[n] * end - erased[n] * r);
         }
     }
-    EFLA_UNROLL for (int n = 0; n < N; ++n) {
+    EFLA_UNROLL_FOR (int n = 0; n < N; ++n) {
       T* to = s.d_erase + c + n * lanes;
       store(to, load(to) - start[n] * d_erase[n]);
       store(s.erased + c + n * lanes, d_scaled[n]);
@@ -242,12 +242,12 @@ template <class T> inline void block_state_gradient(const BlockInput<T>& in, con
         const int column = panel * kPanel + c;
         Accumulators<T, M, N> acc;
         in.prefetcher->step();
-        EFLA_UNROLL for (int i = 0; i < M; ++i)
-          EFLA_UNROLL for (int n = 0; n < N; ++n) acc[i][n] = g * load(to + i * kPanel + n * lanes);
+        EFLA_UNROLL_FOR (int i = 0; i < M; ++i)
+          EFLA_UNROLL_FOR (int n = 0; n < N; ++n) acc[i][n] = g * load(to + i * kPanel + n * lanes);
         multiply<T, M, N, 1, kRow<T>>(in.q + j, s.scaled_o + column, kRow<T>, kBlock, acc);
         multiply<T, M, N, 1, kRow<T>>(in.k + j, s.scaled_r + column, kRow<T>, kBlock, acc);
-        EFLA_UNROLL for (int i = 0; i < M; ++i)
-          EFLA_UNROLL for (int n = 0; n < N; ++n) store(to + i * kPanel + n * lanes, acc[i][n]);
+        EFLA_UNROLL_FOR (int i = 0; i < M; ++i)
+          EFLA_UNROLL_FOR (int n = 0; n < N; ++n) store(to + i * kPanel + n * lanes, acc[i][n]);
       }
     }
   }
@@ -282,7 +282,7 @@ template <class T> inline void block_decay_gradient(const BlockInput<T>& in, con
   }
   for (int t = 0; t < kBlock; t += lanes) {
     Vec<T> v[lanes];
-    EFLA_UNROLL for (int i = 0; i < lanes; ++i) v[i] = rectangle[t + i];
+    EFLA_UNROLL_FOR (int i = 0; i < lanes; ++i) v[i] = rectangle[t + i];
     store(across + t, sum_each<T>(v));
   }
   const size_t state_size = size_t(in.padded_K) * kPanel * in.panels;

@@ -46,7 +46,7 @@ EFLA_INLINE void decode_columns(const Problem& p, const DecodeTokens<Compute<E>>
   if (from && whole) {
     for (int j = 0; j < p.K; ++j) {
       Vec<T> kj = splat<T>(k[j]), qj = splat<T>(q[j]);
-      EFLA_UNROLL for (int n = 0; n < N; ++n) {
+      EFLA_UNROLL_FOR (int n = 0; n < N; ++n) {
         Vec<T> s = load(from + int64_t(j) * p.V + n * lanes);
         ks[n] += kj * s;
         qs[n] += qj * s;
@@ -61,7 +61,7 @@ EFLA_INLINE void decode_columns(const Problem& p, const DecodeTokens<Compute<E>>
       }
   }
   const T a = d.decay[t], scale = T(p.scale);
-  EFLA_UNROLL for (int n = 0; n < N; ++n) {
+  EFLA_UNROLL_FOR (int n = 0; n < N; ++n) {
     int left = count - n * lanes;
     Vec<T> value = left > 0 ? load_some(v + n * lanes, left) : Vec<T>{};
     u[n] = d.write[t] * value - (a * d.erase[t]) * ks[n];
@@ -71,7 +71,7 @@ EFLA_INLINE void decode_columns(const Problem& p, const DecodeTokens<Compute<E>>
   if (!to) return;
   for (int j = 0; j < p.K; ++j) {
     Vec<T> kj = splat<T>(k[j]);
-    EFLA_UNROLL for (int n = 0; n < N; ++n) {
+    EFLA_UNROLL_FOR (int n = 0; n < N; ++n) {
       int left = count - n * lanes;
       int64_t offset = int64_t(j) * p.V + n * lanes;
       if (whole) {

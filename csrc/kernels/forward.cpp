@@ -53,7 +53,7 @@ template <class E> EFLA_INLINE SweepPrefetch prefetch_share(const Problem& p, co
   SweepPrefetch share = prefetch;
   const int offset = slice * prefetch.lines * 64;
   if (offset >= (p.K > p.V ? p.K : p.V) * int(sizeof(E))) share.lines = 0;
-  EFLA_UNROLL for (int i = 0; i < 4; ++i) share.row[i] += i < prefetch.streams ? t * prefetch.stride[i] + offset : 0;
+  EFLA_UNROLL_FOR (int i = 0; i < 4; ++i) share.row[i] += i < prefetch.streams ? t * prefetch.stride[i] + offset : 0;
   return share;
 }
 

@@ -38,18 +38,18 @@ struct Prefetcher {
 template <class T, int M, int N> using Accumulators = Vec<T>[M][N];
 
 template <class T, int M, int N> EFLA_INLINE void clear(Accumulators<T, M, N>& acc) {
-  EFLA_UNROLL for (int r = 0; r < M; ++r)
-    EFLA_UNROLL for (int n = 0; n < N; ++n) acc[r][n] = Vec<T>{};
+  EFLA_UNROLL_FOR (int r = 0; r < M; ++r)
+    EFLA_UNROLL_FOR (int n = 0; n < N; ++n) acc[r][n] = Vec<T>{};
 }
 
 template <class T, int M, int N, int row_stride, int column_stride>
 EFLA_INLINE void multiply(const T* A, const T* B, int ldb, int depth, Accumulators<T, M, N>& acc) {
   for (int p = 0; p < depth; ++p) {
     Vec<T> b[N];
-    EFLA_UNROLL for (int n = 0; n < N; ++n) b[n] = load(B + p * ldb + n * kLanes<T>);
-    EFLA_UNROLL for (int r = 0; r < M; ++r) {
+    EFLA_UNROLL_FOR (int n = 0; n < N; ++n) b[n] = load(B + p * ldb + n * kLanes<T>);
+    EFLA_UNROLL_FOR (int r = 0; r < M; ++r) {
       Vec<T> a = splat<T>(A[r * row_stride + p * column_stride]);
-      EFLA_UNROLL for (int n = 0; n < N; ++n) acc[r][n] += a * b[n];
+      EFLA_UNROLL_FOR (int n = 0; n < N; ++n) acc[r][n] += a * b[n];
     }
   }
 }
@@ -63,8 +63,8 @@ inline void product(const T* A, const T* B, int ldb, int depth, T* C, int ldc, i
       clear<T, M, N>(acc);
       prefetcher.step();
       multiply<T, M, N, row_stride, column_stride>(A + r * row_stride, B + c, ldb, depth, acc);
-      EFLA_UNROLL for (int i = 0; i < M; ++i)
-        EFLA_UNROLL for (int n = 0; n < N; ++n) store(C + (r + i) * ldc + c + n * kLanes<T>, acc[i][n]);
+      EFLA_UNROLL_FOR (int i = 0; i < M; ++i)
+        EFLA_UNROLL_FOR (int n = 0; n < N; ++n) store(C + (r + i) * ldc + c + n * kLanes<T>, acc[i][n]);
     }
   }
 }
@@ -80,8 +80,8 @@ inline void panel_product(const T* S, size_t panel_size, int panels, const T* B,
       prefetcher.step();
       for (int panel = 0; panel < panels; ++panel)
         multiply<T, M, N, kPanel, 1>(S + panel * panel_size + r * kPanel, B + panel * kPanel * ldb + c, ldb, kPanel, acc);
-      EFLA_UNROLL for (int i = 0; i < M; ++i)
-        EFLA_UNROLL for (int n = 0; n < N; ++n) store(C + (r + i) * ldc + c + n * kLanes<T>, acc[i][n]);
+      EFLA_UNROLL_FOR (int i = 0; i < M; ++i)
+        EFLA_UNROLL_FOR (int n = 0; n < N; ++n) store(C + (r + i) * ldc + c + n * kLanes<T>, acc[i][n]);
     }
   }
 }
@@ -92,7 +92,7 @@ template <class T> inline void row_dots(const T* a, const T* b, int padded, T* o
   for (int first = 0; first < kBlock; first += lanes) {
     Vec<T> acc[lanes] = {};
     for (int c = 0; c < padded; c += lanes)
-      EFLA_UNROLL for (int i = 0; i < lanes; ++i)
+      EFLA_UNROLL_FOR (int i = 0; i < lanes; ++i)
         acc[i] += load(a + (first + i) * kRow<T> + c) * load(b + (first + i) * kRow<T> + c);
     store(out + first, sum_each<T>(acc));
   }
@@ -101,7 +101,7 @@ template <class T> inline void row_dots(const T* a, const T* b, int padded, T* o
 template <class T> inline T long_dot(const T* a, const T* b, size_t count) {
   Vec<T> s[4] = {};
   for (size_t i = 0; i < count; i += 4 * kLanes<T>)
-    EFLA_UNROLL for (int n = 0; n < 4; ++n) s[n] += load(a + i + n * kLanes<T>) * load(b + i + n * kLanes<T>);
+    EFLA_UNROLL_FOR (int n = 0; n < 4; ++n) s[n] += load(a + i + n * kLanes<T>) * load(b + i + n * kLanes<T>);
   return sum<T>((s[0] + s[1]) + (s[2] + s[3]));
 }
 

@@ -12,12 +12,6 @@
 namespace efla::EFLA_ISA {
 namespace {
 
-template <class T> EFLA_INLINE Vec<T> inverse_root(Vec<T> sums, const NormProblem& p) {
-  Vec<T> r = sums * T(p.factor) + T(p.eps);
-  for (int i = 0; i < kLanes<T>; ++i) r[i] = T(1) / std::sqrt(r[i]);
-  return r;
-}
-
 template <class T> EFLA_INLINE Vec<T> weight_at(const NormProblem& p, int c) {
   return p.weight ? load_some(static_cast<const T*>(p.weight) + c, p.width - c) : splat<T>(1);
 }
@@ -25,12 +19,24 @@ template <class T> EFLA_INLINE Vec<T> weight_at(const NormProblem& p, int c) {
 // Lane i of the result is the sum of row i of `count`; f(i, c) is its vector at column c.
 template <class T, class F> EFLA_INLINE Vec<T> row_sums(int count, int width, F f) {
   Vec<T> v[kLanes<T>];
-  EFLA_UNROLL for (int i = 0; i < kLanes<T>; ++i) {
+  EFLA_UNROLL_FOR (int i = 0; i < kLanes<T>; ++i) {
     v[i] = Vec<T>{};
     if (i < count)
       for (int c = 0; c < width; c += kLanes<T>) v[i] += f(i, c);
   }
   return sum_each<T>(v);
+}
+
+// Lane i of the result is r of row i.
+template <class E> EFLA_INLINE Vec<Compute<E>> inverse_roots(const NormProblem& p, const E* x, int count) {
+  using T = Compute<E>;
+  const Vec<T> sums = row_sums<T>(count, p.width, [&](int i, int c) {
+    Vec<T> a = load_some(x + int64_t(i) * p.width + c, p.width - c);
+    return a * a;
+  });
+  Vec<T> r = sums * T(p.factor) + T(p.eps);
+  for (int i = 0; i < kLanes<T>; ++i) r[i] = T(1) / std::sqrt(r[i]);
+  return r;
 }
 
 template <class E> void forward_rows(const NormProblem& p, int64_t begin, int64_t end) {
@@ -39,10 +45,7 @@ template <class E> void forward_rows(const NormProblem& p, int64_t begin, int64_
     const int count = int(end - row < kLanes<T> ? end - row : kLanes<T>);
     const E* x = static_cast<const E*>(p.x) + row * p.width;
     E* y = static_cast<E*>(p.y) + row * p.width;
-    const Vec<T> r = inverse_root<T>(row_sums<T>(count, p.width, [&](int i, int c) {
-      Vec<T> a = load_some(x + int64_t(i) * p.width + c, p.width - c);
-      return a * a;
-    }), p);
+    const Vec<T> r = inverse_roots<E>(p, x, count);
     for (int i = 0; i < count; ++i)
       for (int c = 0; c < p.width; c += kLanes<T>) {
         const int64_t at = int64_t(i) * p.width + c;
@@ -58,14 +61,12 @@ template <class E> void backward_rows(const NormProblem& p, int64_t begin, int64
     const E* x = static_cast<const E*>(p.x) + row * p.width;
     const E* dy = static_cast<const E*>(p.dy) + row * p.width;
     E* dx = static_cast<E*>(p.dx) + row * p.width;
-    const Vec<T> r = inverse_root<T>(row_sums<T>(count, p.width, [&](int i, int c) {
-      Vec<T> a = load_some(x + int64_t(i) * p.width + c, p.width - c);
-      return a * a;
-    }), p);
-    const Vec<T> dot = row_sums<T>(count, p.width, [&](int i, int c) {
+    const Vec<T> r = inverse_roots<E>(p, x, count);
+    Vec<T> dot = row_sums<T>(count, p.width, [&](int i, int c) {
       const int64_t at = int64_t(i) * p.width + c;
       return load_some(x + at, p.width - c) * r[i] * (load_some(dy + at, p.width - c) * weight_at<T>(p, c));
-    }) * T(p.factor);
+    });
+    dot = dot * T(p.factor);
     for (int c = 0; c < p.width; c += kLanes<T>) {
       const Vec<T> w = weight_at<T>(p, c);
       Vec<T> dw{};

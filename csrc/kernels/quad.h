@@ -26,15 +26,15 @@ struct SweepPrefetch {
 template <class T, int N, bool keys, bool queries>
 EFLA_INLINE void sweep_row(const T* k, const T* q, const T* S, int j, QuadVectors<T, N>& ks, QuadVectors<T, N>& qs) {
   Vec<T> s[N];
-  EFLA_UNROLL for (int n = 0; n < N; ++n) s[n] = load(S + j * kPanel + n * kLanes<T>);
-  EFLA_UNROLL for (int i = 0; i < kQuad; ++i) {
+  EFLA_UNROLL_FOR (int n = 0; n < N; ++n) s[n] = load(S + j * kPanel + n * kLanes<T>);
+  EFLA_UNROLL_FOR (int i = 0; i < kQuad; ++i) {
     if constexpr (keys) {
       Vec<T> b = splat<T>(k[i * kRow<T> + j]);
-      EFLA_UNROLL for (int n = 0; n < N; ++n) ks[i][n] += b * s[n];
+      EFLA_UNROLL_FOR (int n = 0; n < N; ++n) ks[i][n] += b * s[n];
     }
     if constexpr (queries) {
       Vec<T> b = splat<T>(q[i * kRow<T> + j]);
-      EFLA_UNROLL for (int n = 0; n < N; ++n) qs[i][n] += b * s[n];
+      EFLA_UNROLL_FOR (int n = 0; n < N; ++n) qs[i][n] += b * s[n];
     }
   }
 }
@@ -42,8 +42,8 @@ EFLA_INLINE void sweep_row(const T* k, const T* q, const T* S, int j, QuadVector
 template <class T, int N, bool keys, bool queries>
 EFLA_INLINE void sweep(const T* k, const T* q, const T* S, int rows, QuadVectors<T, N>& ks, QuadVectors<T, N>& qs,
                        const SweepPrefetch& prefetch) {
-  EFLA_UNROLL for (int i = 0; i < kQuad; ++i)
-    EFLA_UNROLL for (int n = 0; n < N; ++n) ks[i][n] = qs[i][n] = Vec<T>{};
+  EFLA_UNROLL_FOR (int i = 0; i < kQuad; ++i)
+    EFLA_UNROLL_FOR (int n = 0; n < N; ++n) ks[i][n] = qs[i][n] = Vec<T>{};
   if constexpr (!keys && !queries) return;
   int j = 0;
   for (int line = 0; line < prefetch.lines; ++line) {
@@ -66,15 +66,15 @@ EFLA_INLINE void update(const T* k, const QuadVectors<T, N>& u, T g, const T* fr
 #pragma GCC unroll 2
   for (int j = 0; j < rows; ++j) {
     Vec<T> s[N];
-    EFLA_UNROLL for (int n = 0; n < N; ++n) {
+    EFLA_UNROLL_FOR (int n = 0; n < N; ++n) {
       s[n] = load(from + j * kPanel + n * kLanes<T>);
       if constexpr (decay) s[n] = rounded(s[n] * gv);
     }
-    EFLA_UNROLL for (int i = 0; i < kQuad; ++i) {
+    EFLA_UNROLL_FOR (int i = 0; i < kQuad; ++i) {
       Vec<T> b = splat<T>(k[i * kRow<T> + j]);
-      EFLA_UNROLL for (int n = 0; n < N; ++n) s[n] += b * u[i][n];
+      EFLA_UNROLL_FOR (int n = 0; n < N; ++n) s[n] += b * u[i][n];
     }
-    EFLA_UNROLL for (int n = 0; n < N; ++n) store(to + j * kPanel + n * kLanes<T>, s[n]);
+    EFLA_UNROLL_FOR (int n = 0; n < N; ++n) store(to + j * kPanel + n * kLanes<T>, s[n]);
   }
 }
 
@@ -90,8 +90,8 @@ EFLA_INLINE void read_quad(const KeyTile<Compute<E>>& keys, const ScalarTile<Com
   const T *k = keys.k + t * kRow<T>, *q = keys.q + t * kRow<T>;
   QuadVectors<T, N> ks, qs, u;
   sweep<T, N, erases, queries>(k, q, from, rows, ks, qs, prefetch);
-  EFLA_UNROLL for (int i = 0; i < kQuad; ++i) {
-    EFLA_UNROLL for (int n = 0; n < N; ++n) {
+  EFLA_UNROLL_FOR (int i = 0; i < kQuad; ++i) {
+    EFLA_UNROLL_FOR (int n = 0; n < N; ++n) {
       const int left = valid - n * kLanes<T>;
       Vec<T> value{};
       if constexpr (whole) {
@@ -102,20 +102,20 @@ EFLA_INLINE void read_quad(const KeyTile<Compute<E>>& keys, const ScalarTile<Com
       u[i][n] = rounded(s.write[t + i] * value);
       if constexpr (erases) {
         u[i][n] -= s.erase_start[t + i] * ks[i][n];
-        EFLA_UNROLL for (int j = 0; j < i; ++j) u[i][n] -= s.kk[i - j][t + i] * u[j][n];
+        EFLA_UNROLL_FOR (int j = 0; j < i; ++j) u[i][n] -= s.kk[i - j][t + i] * u[j][n];
       }
       store(pending + (i * N + n) * kLanes<T>, s.to_end[t + i] * u[i][n]);
     }
   }
-  EFLA_UNROLL for (int i = 0; i < kQuad; ++i) {
-    EFLA_UNROLL for (int n = 0; n < N; ++n) {
+  EFLA_UNROLL_FOR (int i = 0; i < kQuad; ++i) {
+    EFLA_UNROLL_FOR (int n = 0; n < N; ++n) {
       if constexpr (!queries) {
         store(x + i * kRow<T> + n * kLanes<T>, u[i][n]);
         continue;
       }
       const int left = valid - n * kLanes<T>;
       Vec<T> out = rounded(s.read_start[t + i] * qs[i][n]);
-      EFLA_UNROLL for (int j = 0; j <= i; ++j) out += s.qk[i - j][t + i] * u[j][n];
+      EFLA_UNROLL_FOR (int j = 0; j <= i; ++j) out += s.qk[i - j][t + i] * u[j][n];
       if constexpr (whole) {
         store_elements(o + i * o_stride + n * kLanes<T>, out);
       } else if (i < tokens && left > 0) {
@@ -129,8 +129,8 @@ EFLA_INLINE void read_quad(const KeyTile<Compute<E>>& keys, const ScalarTile<Com
 template <class T, int N>
 EFLA_INLINE void write_quad(const KeyTile<T>& keys, const ScalarTile<T>& s, int t, int rows, const T* pending, const T* from, T* to) {
   QuadVectors<T, N> u;
-  EFLA_UNROLL for (int i = 0; i < kQuad; ++i)
-    EFLA_UNROLL for (int n = 0; n < N; ++n) u[i][n] = load(pending + (i * N + n) * kLanes<T>);
+  EFLA_UNROLL_FOR (int i = 0; i < kQuad; ++i)
+    EFLA_UNROLL_FOR (int n = 0; n < N; ++n) u[i][n] = load(pending + (i * N + n) * kLanes<T>);
   const T* k = keys.k + t * kRow<T>;
   const T g = s.quad_decay[t + kQuad - 1];
   if (g == T(1)) {

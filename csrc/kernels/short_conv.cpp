@@ -56,7 +56,7 @@ template <class E> struct Conv {
     Vec<T> z = p.bias ? load_some(static_cast<const T*>(p.bias) + c, left) : Vec<T>{};
     if (p.width == 4 && t >= 3 && left >= kLanes<T>) {
       const E* row = x(t) + c;
-      EFLA_UNROLL for (int i = 0; i < 4; ++i) z += load(weight(i) + c) * load_elements(row + (i - 3) * p.x_token);
+      EFLA_UNROLL_FOR (int i = 0; i < 4; ++i) z += load(weight(i) + c) * load_elements(row + (i - 3) * p.x_token);
       return z;
     }
     for (int i = 0; i < p.width; ++i) z += load_some(weight(i) + c, left) * input(t - p.width + 1 + i, c, left);
@@ -93,7 +93,7 @@ template <int Width, class E> void backward_vector(const Conv<E>& conv, int c, C
   for (int i = 1; i < W; ++i) x[i] = conv.input(tile.begin - W + i, c, left);
   const int64_t first = tile.begin == 0 && p.dpast ? 1 - W : tile.begin;  // the first tile also computes dpast
   for (int64_t t = tile.begin; t < tile.end + W - 1; ++t) {
-    EFLA_UNROLL for (int i = 0; i + 1 < W; ++i) x[i] = x[i + 1], dz[i] = dz[i + 1];
+    EFLA_UNROLL_FOR (int i = 0; i + 1 < W; ++i) x[i] = x[i + 1], dz[i] = dz[i + 1];
     dz[W - 1] = Vec<T>{};
     if (t < tile.length) {
       const E *row = conv.x(t) + c, *dy = static_cast<const E*>(p.dy) + conv.dense(t) + c;
@@ -101,18 +101,18 @@ template <int Width, class E> void backward_vector(const Conv<E>& conv, int c, C
       x[W - 1] = load_some(row, left), dz[W - 1] = load_some(dy, left);
       if (p.silu) {
         Vec<T> z = bias;
-        EFLA_UNROLL for (int i = 0; i < W; ++i) z += weight[i] * x[i];
+        EFLA_UNROLL_FOR (int i = 0; i < W; ++i) z += weight[i] * x[i];
         dz[W - 1] *= silu_slope<T>(z, sigmoid<T>(z));
       }
     }
     if (t < tile.end) {
-      EFLA_UNROLL for (int i = 0; i < W; ++i) sum[i] += dz[W - 1] * x[i];
+      EFLA_UNROLL_FOR (int i = 0; i < W; ++i) sum[i] += dz[W - 1] * x[i];
       sum[W] += dz[W - 1];
     }
     const int64_t done = t - W + 1;
     if (done < first) continue;
     Vec<T> dx{};
-    EFLA_UNROLL for (int i = 0; i < W; ++i) dx += weight[i] * dz[W - 1 - i];
+    EFLA_UNROLL_FOR (int i = 0; i < W; ++i) dx += weight[i] * dz[W - 1 - i];
     if (done >= 0) {
       store_some(static_cast<E*>(p.dx) + conv.dense(done) + c, dx, left);
     } else {

@@ -22,7 +22,7 @@
 #endif
 
 #define EFLA_INLINE inline __attribute__((always_inline))
-#define EFLA_UNROLL _Pragma("GCC unroll 64")
+#define EFLA_UNROLL_FOR _Pragma("GCC unroll 64") for
 
 namespace efla::EFLA_ISA {
 
@@ -91,8 +91,8 @@ template <class T, size_t... I> EFLA_INLINE Vec<T> zip_high_of(Vec<T> a, Vec<T> 
 // Lane i of the result is the sum over the lanes of v[i]. Destroys v.
 template <class T> EFLA_INLINE Vec<T> sum_each(Vec<T> (&v)[kLanes<T>]) {
   constexpr auto lanes = std::make_index_sequence<kLanes<T>>{};
-  EFLA_UNROLL for (int n = kLanes<T>; n > 1; n /= 2) {
-    EFLA_UNROLL for (int i = 0; i < n / 2; ++i) {
+  EFLA_UNROLL_FOR (int n = kLanes<T>; n > 1; n /= 2) {
+    EFLA_UNROLL_FOR (int i = 0; i < n / 2; ++i) {
       v[i] = even_of<T>(v[2 * i], v[2 * i + 1], lanes) + odd_of<T>(v[2 * i], v[2 * i + 1], lanes);
     }
   }
@@ -116,13 +116,13 @@ template <class T, int half = kLanes<T> / 2> EFLA_INLINE T sum(Vec<T> v) {
 template <class T> EFLA_INLINE void transpose_square(Vec<T> (&v)[kLanes<T>]) {
   constexpr int n = kLanes<T>;
   constexpr auto lanes = std::make_index_sequence<n>{};
-  EFLA_UNROLL for (int stage = 1; stage < n; stage *= 2) {
+  EFLA_UNROLL_FOR (int stage = 1; stage < n; stage *= 2) {
     Vec<T> next[n];
-    EFLA_UNROLL for (int i = 0; i < n / 2; ++i) {
+    EFLA_UNROLL_FOR (int i = 0; i < n / 2; ++i) {
       next[2 * i] = zip_low_of<T>(v[i], v[i + n / 2], lanes);
       next[2 * i + 1] = zip_high_of<T>(v[i], v[i + n / 2], lanes);
     }
-    EFLA_UNROLL for (int i = 0; i < n; ++i) v[i] = next[i];
+    EFLA_UNROLL_FOR (int i = 0; i < n; ++i) v[i] = next[i];
   }
 }
 
@@ -133,9 +133,9 @@ EFLA_INLINE void transpose(const T* from, int from_stride, T* to, int to_stride,
   for (int r = 0; r < rows; r += n) {
     for (int c = 0; c < columns; c += n) {
       Vec<T> v[n];
-      EFLA_UNROLL for (int i = 0; i < n; ++i) v[i] = load(from + (r + i) * from_stride + c);
+      EFLA_UNROLL_FOR (int i = 0; i < n; ++i) v[i] = load(from + (r + i) * from_stride + c);
       transpose_square<T>(v);
-      EFLA_UNROLL for (int i = 0; i < n; ++i) store(to + (c + i) * to_stride + r, v[i]);
+      EFLA_UNROLL_FOR (int i = 0; i < n; ++i) store(to + (c + i) * to_stride + r, v[i]);
     }
   }
 }

@@ -53,17 +53,17 @@ template <class T> EFLA_INLINE void quad_products(const T* k, const T* q, int pa
   Vec<T> s[kQuadProducts] = {};
   for (int c = 0; c < padded; c += kLanes<T>) {
     Vec<T> kv[kQuad];
-    EFLA_UNROLL for (int i = 0; i < kQuad; ++i) kv[i] = load(k + i * kRow<T> + c);
+    EFLA_UNROLL_FOR (int i = 0; i < kQuad; ++i) kv[i] = load(k + i * kRow<T> + c);
     int n = 0;
-    EFLA_UNROLL for (int i = 0; i < kQuad; ++i) {
-      EFLA_UNROLL for (int j = 0; j <= i; ++j) s[n++] += kv[i] * kv[j];
+    EFLA_UNROLL_FOR (int i = 0; i < kQuad; ++i) {
+      EFLA_UNROLL_FOR (int j = 0; j <= i; ++j) s[n++] += kv[i] * kv[j];
     }
-    EFLA_UNROLL for (int i = 0; i < kQuad; ++i) {
+    EFLA_UNROLL_FOR (int i = 0; i < kQuad; ++i) {
       Vec<T> qv = load(q + i * kRow<T> + c);
-      EFLA_UNROLL for (int j = 0; j <= i; ++j) s[n++] += qv * kv[j];
+      EFLA_UNROLL_FOR (int j = 0; j <= i; ++j) s[n++] += qv * kv[j];
     }
   }
-  EFLA_UNROLL for (int n = 0; n < kQuadProducts; ++n) out[n] = s[n];
+  EFLA_UNROLL_FOR (int n = 0; n < kQuadProducts; ++n) out[n] = s[n];
 }
 
 // Products inside the four quads of a block, summed and stored as [distance][token].
@@ -78,7 +78,7 @@ template <class T> inline void block_products(const KeyTile<T>& tile, int first,
   }
   for (int n = 0; n < total; n += kLanes<T>) {
     Vec<T> v[kLanes<T>];
-    EFLA_UNROLL for (int i = 0; i < kLanes<T>; ++i) v[i] = partial[n + i];
+    EFLA_UNROLL_FOR (int i = 0; i < kLanes<T>; ++i) v[i] = partial[n + i];
     store(result + n, sum_each<T>(v));
   }
   const T* r = result;

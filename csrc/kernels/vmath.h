@@ -56,7 +56,7 @@ template <class T> EFLA_INLINE ExpParts<T> exp_parts(Vec<T> x) {
   Vec<T> r = x - n * C::ln2_high;
   r = r - n * C::ln2_low;
   Vec<T> p = splat<T>(T(kInverseFactorial[C::expm1_terms]));
-  EFLA_UNROLL for (int i = C::expm1_terms - 1; i >= 2; --i) p = p * r + T(kInverseFactorial[i]);
+  EFLA_UNROLL_FOR (int i = C::expm1_terms - 1; i >= 2; --i) p = p * r + T(kInverseFactorial[i]);
   p = r + (r * r) * p;
   // NaN must not reach the integer conversion; p propagates it.
   IntVec<T> k = __builtin_convertvector(n == n ? n : Vec<T>{}, IntVec<T>);
@@ -90,7 +90,7 @@ template <class T> EFLA_INLINE Vec<T> phi1(Vec<T> x) {
 template <class T> EFLA_INLINE Vec<T> phi1_derivative(Vec<T> x, Vec<T> exp_minus_x, Vec<T> phi) {
   constexpr int terms = ExpConstants<T>::phi_terms;
   Vec<T> s = splat<T>(T(terms * kInverseFactorial[terms + 1] * (terms % 2 ? -1 : 1)));
-  EFLA_UNROLL for (int n = terms - 1; n >= 1; --n) s = s * x + T(n * kInverseFactorial[n + 1] * (n % 2 ? -1 : 1));
+  EFLA_UNROLL_FOR (int n = terms - 1; n >= 1; --n) s = s * x + T(n * kInverseFactorial[n + 1] * (n % 2 ? -1 : 1));
   Vec<T> quotient = (exp_minus_x - phi) / x;
   return x < splat<T>(1) ? s : quotient;
 }
