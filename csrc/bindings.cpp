@@ -5,9 +5,9 @@
 
 #include <cmath>
 
+#include "plan.h"
 #include "rows.h"
 #include "runtime.h"
-#include "plan.h"
 #include "tensors.h"
 
 namespace nb = nanobind;
@@ -30,9 +30,9 @@ struct ScanInputs {
 
   ScanInputs(nb::handle q, nb::handle k, nb::handle v, nb::handle log_decay, nb::handle erase, nb::handle write,
              nb::handle log_gate, nb::handle beta, nb::handle initial_state, nb::handle cu_seqlens)
-      : q(q, "q"), k(k, "k"), v(v, "v"), log_decay(log_decay, "log_decay"), erase(erase, "erase"), write(write, "write"),
-        log_gate(log_gate, "log_gate"), beta(beta, "beta"), initial_state(initial_state, "initial_state"),
-        cu_seqlens(cu_seqlens, "cu_seqlens") {}
+      : q(q, "q"), k(k, "k"), v(v, "v"), log_decay(log_decay, "log_decay"), erase(erase, "erase"),
+        write(write, "write"), log_gate(log_gate, "log_gate"), beta(beta, "beta"),
+        initial_state(initial_state, "initial_state"), cu_seqlens(cu_seqlens, "cu_seqlens") {}
 
   Problem problem(int rule, bool l2norm, double scale, int threads) const {
     Problem p;
@@ -65,8 +65,9 @@ int64_t boundary_count(const Problem& p) {
 }
 
 unsigned forward(nb::handle q, nb::handle k, nb::handle v, nb::handle log_decay, nb::handle erase, nb::handle write,
-                 nb::handle log_gate, nb::handle beta, nb::handle initial_state, nb::handle cu_seqlens, nb::handle o, nb::handle final_state, nb::handle boundary_states, int rule, bool l2norm,
-                 double scale, bool in_place, bool check_domain, int threads) {
+                 nb::handle log_gate, nb::handle beta, nb::handle initial_state, nb::handle cu_seqlens, nb::handle o,
+                 nb::handle final_state, nb::handle boundary_states, int rule, bool l2norm, double scale, bool in_place,
+                 bool check_domain, int threads) {
   const ScanInputs inputs(q, k, v, log_decay, erase, write, log_gate, beta, initial_state, cu_seqlens);
   const Tensor to(o, "o"), tf(final_state, "final_state"), tb(boundary_states, "boundary_states");
   Problem p = inputs.problem(rule, l2norm, scale, threads);
@@ -82,9 +83,10 @@ unsigned forward(nb::handle q, nb::handle k, nb::handle v, nb::handle log_decay,
 
 // Gradients that are None are not computed.
 unsigned backward(nb::handle q, nb::handle k, nb::handle v, nb::handle log_decay, nb::handle erase, nb::handle write,
-                  nb::handle log_gate, nb::handle beta, nb::handle initial_state, nb::handle cu_seqlens, nb::handle boundary_states, nb::handle d_o, nb::handle d_final_state, nb::handle dq,
-                  nb::handle dk, nb::handle dv, nb::handle d_log_decay, nb::handle d_erase, nb::handle d_write, nb::handle d_log_gate, nb::handle d_beta, nb::handle d_initial_state,
-                  int rule, bool l2norm, double scale, int threads) {
+                  nb::handle log_gate, nb::handle beta, nb::handle initial_state, nb::handle cu_seqlens,
+                  nb::handle boundary_states, nb::handle d_o, nb::handle d_final_state, nb::handle dq, nb::handle dk,
+                  nb::handle dv, nb::handle d_log_decay, nb::handle d_erase, nb::handle d_write, nb::handle d_log_gate,
+                  nb::handle d_beta, nb::handle d_initial_state, int rule, bool l2norm, double scale, int threads) {
   const ScanInputs inputs(q, k, v, log_decay, erase, write, log_gate, beta, initial_state, cu_seqlens);
   const Tensor tb(boundary_states, "boundary_states"), to(d_o, "grad of o"), tf(d_final_state, "grad of final_state");
   const Tensor tq(dq, "dq"), tk(dk, "dk"), tv(dv, "dv"), ti(d_initial_state, "d_initial_state");
@@ -140,11 +142,13 @@ nb::object attend(nb::handle q, nb::handle k, nb::handle v, nb::handle beta, nb:
     if (flag.ptr() != Py_True && flag.ptr() != Py_False) return nb::none();
   for (nb::handle tensor : {q, k, v, beta, log_gate, initial_state})
     if (!tensor.is_none() && !efla::is_plain_tensor(tensor)) return nb::none();
-  if (beta.is_none() == efla::kRules[int(rule)].needs_beta || log_gate.is_none() == efla::kRules[int(rule)].needs_gate) return nb::none();
+  if (beta.is_none() == efla::kRules[int(rule)].needs_beta || log_gate.is_none() == efla::kRules[int(rule)].needs_gate)
+    return nb::none();
   const nb::handle none = Py_None;
   const ScanInputs inputs(q, k, v, none, none, none, log_gate, beta, initial_state, none);
   Problem p = inputs.problem(int(rule), l2norm.ptr() == Py_True, 1.0, efla::num_threads());
-  if (!p.batch || !p.tokens || (p.tokens > 1 && p.tokens < p.key_heads)) return nb::none();  // the general path warns about the layout
+  if (!p.batch || !p.tokens || (p.tokens > 1 && p.tokens < p.key_heads))
+    return nb::none();  // the general path warns about the layout
   p.scale = scale.is_none() ? 1.0 / std::sqrt(double(p.K)) : PyFloat_AsDouble(scale.ptr());
   if (PyErr_Occurred()) throw nb::python_error();
   if (!std::isfinite(p.scale)) return nb::none();
@@ -220,8 +224,8 @@ void norm_forward(nb::handle x, nb::handle weight, nb::handle y, double factor, 
   efla::run_norm_forward(p, threads);
 }
 
-void norm_backward(nb::handle x, nb::handle weight, nb::handle dy, nb::handle dx, nb::handle dweight_parts, double factor,
-                   double eps, int threads) {
+void norm_backward(nb::handle x, nb::handle weight, nb::handle dy, nb::handle dx, nb::handle dweight_parts,
+                   double factor, double eps, int threads) {
   const NormInputs inputs(x, weight);
   const Tensor tdy(dy, "dy"), tdx(dx, "dx"), parts(dweight_parts, "dweight_parts");
   efla::NormProblem p = inputs.problem(factor, eps);
@@ -236,7 +240,8 @@ void norm_backward(nb::handle x, nb::handle weight, nb::handle dy, nb::handle dx
 struct ConvInputs {
   Tensor x, weight, bias, past, cu_seqlens;
   ConvInputs(nb::handle x, nb::handle weight, nb::handle bias, nb::handle past, nb::handle cu_seqlens)
-      : x(x, "x"), weight(weight, "weight"), bias(bias, "bias"), past(past, "past"), cu_seqlens(cu_seqlens, "cu_seqlens") {}
+      : x(x, "x"), weight(weight, "weight"), bias(bias, "bias"), past(past, "past"),
+        cu_seqlens(cu_seqlens, "cu_seqlens") {}
 
   efla::ConvProblem problem(bool silu) const {
     efla::ConvProblem p;
@@ -256,8 +261,8 @@ struct ConvInputs {
   }
 };
 
-void conv_forward(nb::handle x, nb::handle weight, nb::handle bias, nb::handle past, nb::handle cu_seqlens, nb::handle y,
-                  bool silu, int threads) {
+void conv_forward(nb::handle x, nb::handle weight, nb::handle bias, nb::handle past, nb::handle cu_seqlens,
+                  nb::handle y, bool silu, int threads) {
   const ConvInputs inputs(x, weight, bias, past, cu_seqlens);
   const Tensor ty(y, "y");
   efla::ConvProblem p = inputs.problem(silu);
@@ -266,8 +271,8 @@ void conv_forward(nb::handle x, nb::handle weight, nb::handle bias, nb::handle p
   efla::run_conv_forward(p, threads);
 }
 
-void conv_backward(nb::handle x, nb::handle weight, nb::handle bias, nb::handle past, nb::handle cu_seqlens, nb::handle dy,
-                   nb::handle dx, nb::handle dpast, nb::handle dweight_parts, bool silu, int threads) {
+void conv_backward(nb::handle x, nb::handle weight, nb::handle bias, nb::handle past, nb::handle cu_seqlens,
+                   nb::handle dy, nb::handle dx, nb::handle dpast, nb::handle dweight_parts, bool silu, int threads) {
   const ConvInputs inputs(x, weight, bias, past, cu_seqlens);
   const Tensor tdy(dy, "dy"), tdx(dx, "dx"), tdp(dpast, "dpast"), parts(dweight_parts, "dweight_parts");
   efla::ConvProblem p = inputs.problem(silu);
@@ -314,15 +319,17 @@ NB_MODULE(_kernels, m) {
   // Every tensor argument may be None.
   const auto t = [](const char* name) { return nb::arg(name).none(); };
   m.doc() = "CPU kernels of the three-scalar recurrence and of the layers around it.";
-  m.def("forward", &forward, t("q"), t("k"), t("v"), t("log_decay"), t("erase"), t("write"), t("log_gate"), t("beta"), t("initial_state"), t("cu_seqlens"), t("o"),
-        t("final_state"), t("boundary_states"), nb::arg("rule"), nb::arg("l2norm"), nb::arg("scale"), nb::arg("in_place"),
-        nb::arg("check_domain"), nb::arg("threads"),
+  m.def("forward", &forward, t("q"), t("k"), t("v"), t("log_decay"), t("erase"), t("write"), t("log_gate"), t("beta"),
+        t("initial_state"), t("cu_seqlens"), t("o"), t("final_state"), t("boundary_states"), nb::arg("rule"),
+        nb::arg("l2norm"), nb::arg("scale"), nb::arg("in_place"), nb::arg("check_domain"), nb::arg("threads"),
         "Run the recurrence on log_decay, erase and write (rule -1), or on the log_gate and beta of a rule. "
-        "in_place: the final state overwrites the initial one, unless check_domain finds inputs outside the rule's domain. "
+        "in_place: the final state overwrites the initial one, unless check_domain finds inputs outside the rule's "
+        "domain. "
         "Returns status bits: 1 = some beta < 0, 2 = some log_gate > 0.");
-  m.def("backward", &backward, t("q"), t("k"), t("v"), t("log_decay"), t("erase"), t("write"), t("log_gate"), t("beta"), t("initial_state"), t("cu_seqlens"),
-        t("boundary_states"), t("d_o"), t("d_final_state"), t("dq"), t("dk"), t("dv"), t("d_log_decay"), t("d_erase"), t("d_write"), t("d_log_gate"), t("d_beta"),
-        t("d_initial_state"), nb::arg("rule"), nb::arg("l2norm"), nb::arg("scale"), nb::arg("threads"),
+  m.def("backward", &backward, t("q"), t("k"), t("v"), t("log_decay"), t("erase"), t("write"), t("log_gate"), t("beta"),
+        t("initial_state"), t("cu_seqlens"), t("boundary_states"), t("d_o"), t("d_final_state"), t("dq"), t("dk"),
+        t("dv"), t("d_log_decay"), t("d_erase"), t("d_write"), t("d_log_gate"), t("d_beta"), t("d_initial_state"),
+        nb::arg("rule"), nb::arg("l2norm"), nb::arg("scale"), nb::arg("threads"),
         "Gradients of forward; returns the same status bits.");
   m.def(
       "boundary_count",
@@ -333,16 +340,18 @@ NB_MODULE(_kernels, m) {
       t("cu_seqlens"), nb::arg("N"), nb::arg("T"), nb::arg("Hv"), nb::arg("K"), nb::arg("V"),
       "Elements (of the state's type) in the buffer of boundary states that forward fills for backward.");
   if (PyModule_AddFunctions(m.ptr(), kFastCalls) != 0) throw nb::python_error();
-  m.def("norm_forward", &norm_forward, t("x"), t("weight"), t("y"), nb::arg("factor"), nb::arg("eps"), nb::arg("threads"),
-        "Rows divided by the root of factor * sum of squares + eps, times weight.");
+  m.def("norm_forward", &norm_forward, t("x"), t("weight"), t("y"), nb::arg("factor"), nb::arg("eps"),
+        nb::arg("threads"), "Rows divided by the root of factor * sum of squares + eps, times weight.");
   m.def("norm_backward", &norm_backward, t("x"), t("weight"), t("dy"), t("dx"), t("dweight_parts"), nb::arg("factor"),
         nb::arg("eps"), nb::arg("threads"), "Gradients of norm_forward; the weight's as norm_parts partial sums.");
   m.def("norm_parts", &efla::norm_parts, nb::arg("rows"));
-  m.def("gate_forward", &gate_forward, t("gate"), t("up"), t("y"), nb::arg("threads"), "SiLU of the gate times up, element by element.");
+  m.def("gate_forward", &gate_forward, t("gate"), t("up"), t("y"), nb::arg("threads"),
+        "SiLU of the gate times up, element by element.");
   m.def("gate_backward", &gate_backward, t("gate"), t("up"), t("dy"), t("dgate"), t("dup"), nb::arg("threads"),
         "Gradients of gate_forward.");
-  m.def("conv_forward", &conv_forward, t("x"), t("weight"), t("bias"), t("past"), t("cu_seqlens"), t("y"), nb::arg("silu"),
-        nb::arg("threads"), "Depthwise causal convolution, then SiLU. weight: [W, C]; past: [N, W - 1, C].");
+  m.def("conv_forward", &conv_forward, t("x"), t("weight"), t("bias"), t("past"), t("cu_seqlens"), t("y"),
+        nb::arg("silu"), nb::arg("threads"),
+        "Depthwise causal convolution, then SiLU. weight: [W, C]; past: [N, W - 1, C].");
   m.def("conv_backward", &conv_backward, t("x"), t("weight"), t("bias"), t("past"), t("cu_seqlens"), t("dy"), t("dx"),
         t("dpast"), t("dweight_parts"), nb::arg("silu"), nb::arg("threads"),
         "Gradients of conv_forward; the weight's and bias's as conv_parts partial sums [parts, W + 1, C].");
@@ -364,7 +373,8 @@ NB_MODULE(_kernels, m) {
       "bind_torch",
       [](nb::handle tensor_type, nb::handle is_neg, nb::handle is_grad_enabled, nb::handle dispatch_depth,
          nb::handle get_num_threads, nb::handle increment_version, nb::handle forward_ad, bool use_c_table) {
-        for (nb::handle h : {tensor_type, is_neg, is_grad_enabled, dispatch_depth, get_num_threads, increment_version, forward_ad})
+        for (nb::handle h :
+             {tensor_type, is_neg, is_grad_enabled, dispatch_depth, get_num_threads, increment_version, forward_ad})
           h.inc_ref();  // never released
         efla::bind_torch({reinterpret_cast<PyTypeObject*>(tensor_type.ptr()), is_neg.ptr(), is_grad_enabled.ptr(),
                           dispatch_depth.ptr(), get_num_threads.ptr(), increment_version.ptr(), forward_ad.ptr()},

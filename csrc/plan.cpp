@@ -21,7 +21,9 @@ constexpr int64_t kWantedTasks = 8;        // split heads and columns until ther
 constexpr int kMaxTaskKeyHeads = 8;        // see Plan::task_key_heads
 constexpr double kFlopsPerThread = 300e3;  // with less work, a second thread costs more than it saves
 
-struct Free { void operator()(void* p) const { std::free(p); } };
+struct Free {
+  void operator()(void* p) const { std::free(p); }
+};
 using Buffer = std::unique_ptr<void, Free>;
 
 Buffer allocate(size_t bytes) {
@@ -85,7 +87,8 @@ void make_plan(const Problem& p, bool backward, PlanWithOffsets& out) {
   plan.tasks = pairs * parts / plan.task_key_heads;
   if (backward || p.boundary_states) {
     out.offsets.resize(size_t(p.sequences) + 1);
-    for (int64_t n = 0; n < p.sequences; ++n) out.offsets[n + 1] = out.offsets[n] + num_boundaries(sequence_length(p, n));
+    for (int64_t n = 0; n < p.sequences; ++n)
+      out.offsets[n + 1] = out.offsets[n] + num_boundaries(sequence_length(p, n));
     plan.boundary_offset = out.offsets.data();
   }
 }

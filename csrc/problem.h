@@ -49,8 +49,8 @@ struct Problem {
 
   // Forward.
   Strided o;
-  void* final_state = nullptr;  // may equal initial_state
-  bool check_domain = false;    // refuse inputs outside the rule's domain before initial_state is overwritten
+  void* final_state = nullptr;      // may equal initial_state
+  bool check_domain = false;        // refuse inputs outside the rule's domain before initial_state is overwritten
   void* boundary_states = nullptr;  // forward writes, backward reads
 
   // Backward: inputs, then dense outputs (any may be null except dq, dk, dv).
@@ -76,7 +76,7 @@ struct Plan {
   bool decode = false;
   const int64_t* boundary_offset = nullptr;  // [sequences + 1], in saved states per head
   // Backward with more than one part: partial sums in the compute type.
-  void* dq_parts = nullptr;     // [head_parts * column_parts][B, T, Hk, K]
+  void* dq_parts = nullptr;  // [head_parts * column_parts][B, T, Hk, K]
   void* dk_parts = nullptr;
   void* scalar_parts = nullptr;  // [column_parts][3][B, T, Hv], in the order of scalar_gradients (backward.cpp)
 };
@@ -84,7 +84,7 @@ struct Plan {
 struct Task {
   int64_t sequence, batch, first_token, length;  // first_token is an index into the token dimension
   int64_t key_begin, key_end;                    // key heads
-  int head_offset, heads;                        // of each key head, the value heads [offset, offset + heads) of its group
+  int head_offset, heads;  // of each key head, the value heads [offset, offset + heads) of its group
   int panel_begin, panel_end;
   int part, column_part;
 };
@@ -102,7 +102,7 @@ struct Kernels {
   size_t (*backward_scratch)(const Problem&, const Plan&);
   void (*backward)(const Problem&, const Plan&, const Task&, void* scratch, unsigned* status);
   void (*reduce)(const Problem&, const Plan&, int64_t begin, int64_t end);  // rows of [B * T]
-  void (*norm_forward)(const NormProblem&, int64_t begin, int64_t end);      // rows
+  void (*norm_forward)(const NormProblem&, int64_t begin, int64_t end);     // rows
   void (*norm_backward)(const NormProblem&, int64_t part);
   void (*conv_forward)(const ConvProblem&, int64_t tile);
   void (*conv_backward)(const ConvProblem&, int64_t part);

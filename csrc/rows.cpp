@@ -11,9 +11,9 @@ namespace efla {
 namespace {
 
 constexpr int64_t kMaxParts = 64;
-constexpr int64_t kNormRows = 64;              // rows a thread takes at once
-constexpr int64_t kGateElements = 8192;        // elements a thread takes at once
-constexpr double kElementsPerThread = 32768;   // with less work, a second thread costs more than it saves
+constexpr int64_t kNormRows = 64;             // rows a thread takes at once
+constexpr int64_t kGateElements = 8192;       // elements a thread takes at once
+constexpr double kElementsPerThread = 32768;  // with less work, a second thread costs more than it saves
 
 struct Loop {
   void (*body)(const Kernels&, const void*, int64_t);
@@ -25,10 +25,12 @@ struct Loop {
 
 void loop_body(void* argument) {
   Loop& loop = *static_cast<Loop*>(argument);
-  for (int64_t i = loop.next.fetch_add(1); i < loop.count; i = loop.next.fetch_add(1)) loop.body(loop.kernels, loop.problem, i);
+  for (int64_t i = loop.next.fetch_add(1); i < loop.count; i = loop.next.fetch_add(1))
+    loop.body(loop.kernels, loop.problem, i);
 }
 
-void run(const void* problem, void (*body)(const Kernels&, const void*, int64_t), int64_t count, double elements, int threads) {
+void run(const void* problem, void (*body)(const Kernels&, const void*, int64_t), int64_t count, double elements,
+         int threads) {
   Loop loop{body, problem, active_kernels(), count};
   int64_t useful = int64_t(elements / kElementsPerThread) + 1;
   useful = useful < count ? useful : count;
@@ -67,7 +69,8 @@ void check_conv(const ConvProblem& p) {
   if (!p.cu_seqlens) return check(p.sequences == p.batch, "without cu_seqlens there is one sequence per batch entry");
   check(p.batch == 1 && p.sequences >= 0, "with cu_seqlens the batch size must be 1");
   check(p.cu_seqlens[0] == 0 && p.cu_seqlens[p.sequences] == p.tokens, "cu_seqlens must start at 0 and end at T");
-  for (int64_t n = 0; n < p.sequences; ++n) check(p.cu_seqlens[n] <= p.cu_seqlens[n + 1], "cu_seqlens must not decrease");
+  for (int64_t n = 0; n < p.sequences; ++n)
+    check(p.cu_seqlens[n] <= p.cu_seqlens[n + 1], "cu_seqlens must not decrease");
 }
 
 int64_t norm_parts(int64_t rows) { return at_most(rows / kNormRows, kMaxParts); }

@@ -30,7 +30,10 @@ dlpack::DataType data_type(Dtype dtype) {
 bool same(dlpack::DataType a, dlpack::DataType b) { return a.code == b.code && a.bits == b.bits && a.lanes == b.lanes; }
 
 std::string describe(dlpack::DataType t) {
-  const char* kind = t.code == dlpack::kFloat ? "float" : t.code == dlpack::kBfloat ? "bfloat" : t.code == dlpack::kInt ? "int" : "type";
+  const char* kind = t.code == dlpack::kFloat    ? "float"
+                     : t.code == dlpack::kBfloat ? "bfloat"
+                     : t.code == dlpack::kInt    ? "int"
+                                                 : "type";
   return kind + std::to_string(t.bits);
 }
 
@@ -85,14 +88,17 @@ void bind_torch(const Torch& bound, bool use_c_table) {
 
 bool records_nothing() {
   static PyObject* const current_level = PyUnicode_InternFromString("_current_level");
-  if (call(torch.is_grad_enabled).ptr() != Py_False || PyLong_AsLong(call(torch.dispatch_depth).ptr()) != 0) return false;
+  if (call(torch.is_grad_enabled).ptr() != Py_False || PyLong_AsLong(call(torch.dispatch_depth).ptr()) != 0)
+    return false;
   PyObject* level = PyDict_GetItem(torch.forward_ad, current_level);
   return !level || PyLong_AsLong(level) < 0;
 }
 
 int num_threads() { return int(PyLong_AsLong(call(torch.get_num_threads).ptr())); }
 
-void increment_version(nb::handle tensor) { call(torch.increment_version, nb::steal(PyTuple_Pack(1, tensor.ptr())).ptr()); }
+void increment_version(nb::handle tensor) {
+  call(torch.increment_version, nb::steal(PyTuple_Pack(1, tensor.ptr())).ptr());
+}
 
 bool is_plain_tensor(nb::handle object) { return Py_TYPE(object.ptr()) == torch.tensor_type; }
 
@@ -100,7 +106,8 @@ Tensor::Tensor(nb::handle object, const char* name) : object_(object), name_(nam
   if (object.is_none()) return;
   if (!torch.tensor_type || !PyObject_TypeCheck(object.ptr(), torch.tensor_type))
     throw nb::type_error((std::string(name) + " must be a torch.Tensor").c_str());
-  if (call(torch.is_neg, object.ptr()).ptr() != Py_False) refuse("is a view that negates its memory; call resolve_neg() first");
+  if (call(torch.is_neg, object.ptr()).ptr() != Py_False)
+    refuse("is a view that negates its memory; call resolve_neg() first");
   if (api) {
     if (api->view_object(object.ptr(), &view_) != 0) {
       PyErr_Clear();
@@ -113,8 +120,13 @@ Tensor::Tensor(nb::handle object, const char* name) : object_(object), name_(nam
     if (!nb::try_cast(detached, array) || array.ndim() > 8) refuse("has no memory that the CPU kernels can read");
     for (size_t i = 0; i < array.ndim(); ++i) shape_[i] = array.shape(i), strides_[i] = array.stride(i);
     const nb::dlpack::dtype t = array.dtype();
-    view_ = {const_cast<void*>(static_cast<const void*>(array.data())), {array.device_type(), 0}, int32_t(array.ndim()),
-             {t.code, t.bits, t.lanes}, shape_, strides_, 0};
+    view_ = {const_cast<void*>(static_cast<const void*>(array.data())),
+             {array.device_type(), 0},
+             int32_t(array.ndim()),
+             {t.code, t.bits, t.lanes},
+             shape_,
+             strides_,
+             0};
     owner_ = detached;
   }
   present_ = true;
@@ -170,7 +182,8 @@ Strided Tensor::scalars(Shape shape, Dtype dtype) const {
 Strided Tensor::rows(Shape shape, Dtype dtype) const {
   const Strided s = scalars(shape, dtype);
   const int last = view_.ndim - 1;
-  if (present_ && view_.shape[last] != 1 && view_.strides[last] != 1) refuse("must be contiguous in its last dimension");
+  if (present_ && view_.shape[last] != 1 && view_.strides[last] != 1)
+    refuse("must be contiguous in its last dimension");
   return s;
 }
 
@@ -188,14 +201,16 @@ void* Tensor::dense(Shape shape, Dtype dtype) const {
 
 void* Tensor::writable(Shape shape, Dtype dtype) const {
   void* data = dense(shape, dtype);
-  if (data && !is_writable(object_.ptr(), data)) refuse("is read-only memory and cannot be updated in place; pass a clone()");
+  if (data && !is_writable(object_.ptr(), data))
+    refuse("is read-only memory and cannot be updated in place; pass a clone()");
   return data;
 }
 
 const int64_t* Tensor::integers(int64_t count) const {
   if (!present_) return nullptr;
   check_shape({count});
-  if (!same(view_.dtype, {dlpack::kInt, 64, 1}) || (count > 1 && view_.strides[0] != 1)) refuse("must be contiguous int64");
+  if (!same(view_.dtype, {dlpack::kInt, 64, 1}) || (count > 1 && view_.strides[0] != 1))
+    refuse("must be contiguous int64");
   return static_cast<const int64_t*>(view_.data);
 }
 
@@ -203,8 +218,9 @@ bool can_allocate() { return api != nullptr; }
 
 Allocated allocate_tensor(Shape shape, Dtype dtype) {
   const auto set_error = [](void*, const char*, const char* message) { PyErr_SetString(PyExc_MemoryError, message); };
-  dlpack::Tensor prototype{nullptr, {dlpack::kCpu, 0}, int32_t(shape.size()), data_type(dtype), const_cast<int64_t*>(shape.begin()),
-                           nullptr, 0};
+  dlpack::Tensor prototype{
+      nullptr, {dlpack::kCpu, 0}, int32_t(shape.size()), data_type(dtype), const_cast<int64_t*>(shape.begin()), nullptr,
+      0};
   dlpack::ManagedTensor* managed = nullptr;
   void* object = nullptr;
   dlpack::Tensor view;

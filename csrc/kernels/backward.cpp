@@ -17,9 +17,9 @@ template <class T> struct BackwardScratch {
   BlockScratch<T> block;
   T *v, *d_o, *x;  // [64][kRow]
   T *dq, *dk;      // [64][kRow], summed over the task's value heads
-  T *states;       // [4][panels][padded_K][32]: before each block
-  T *spare;        // [padded_K][32]
-  T *d_states;     // [value heads of the task][panels][padded_K][32]
+  T* states;       // [4][panels][padded_K][32]: before each block
+  T* spare;        // [padded_K][32]
+  T* d_states;     // [value heads of the task][panels][padded_K][32]
 
   BackwardScratch(Arena& arena, const Plan& plan) {
     keys.allocate(arena);
@@ -38,19 +38,21 @@ template <class T> struct BackwardScratch {
 
 // Loads the task's columns of `count` tokens, then zero rows up to a multiple of 16.
 template <class E>
-inline void load_columns(const Problem& p, const Task& task, const Strided& from, int64_t first, int count, int64_t head,
-                         Compute<E>* to) {
+inline void load_columns(const Problem& p, const Task& task, const Strided& from, int64_t first, int count,
+                         int64_t head, Compute<E>* to) {
   using T = Compute<E>;
   const int begin = task.panel_begin * kPanel, padded = (task.panel_end - task.panel_begin) * kPanel;
   const int width = p.V - begin < padded ? p.V - begin : padded;
   for (int t = 0; t < count; ++t)
-    load_row(at<const E>(from, task.batch, task.first_token + first + t, head) + begin, width, to + t * kRow<T>, padded);
+    load_row(at<const E>(from, task.batch, task.first_token + first + t, head) + begin, width, to + t * kRow<T>,
+             padded);
   for (int t = count; t < round_up(count, kBlock); ++t) zero_row(to + t * kRow<T>, padded);
 }
 
 // Computes the states before every block and the rows u_t of the tile. The last block updates a spare panel.
 template <class T, bool erases>
-inline void recompute(const Problem& p, const BackwardScratch<T>& s, int rows, int panels, int padded_K, Prefetcher& prefetcher) {
+inline void recompute(const Problem& p, const BackwardScratch<T>& s, int rows, int panels, int padded_K,
+                      Prefetcher& prefetcher) {
   constexpr int N = kSweepVectors, width = N * kLanes<T>;
   const size_t panel_size = size_t(padded_K) * kPanel, state_size = panel_size * panels;
   for (int block = 0; block * kBlock < rows; ++block) {
@@ -64,8 +66,8 @@ inline void recompute(const Problem& p, const BackwardScratch<T>& s, int rows, i
           T pending[kQuad * width];
           const T* start = (i ? to : from) + c;
           prefetcher.step();
-          read_quad<T, N, erases, false, true>(s.keys, s.scalars, t, kQuad, p.K, s.v + at, kRow<T>, kPanel, nullptr, 0, s.x + at,
-                                               start, pending, SweepPrefetch{});
+          read_quad<T, N, erases, false, true>(s.keys, s.scalars, t, kQuad, p.K, s.v + at, kRow<T>, kPanel, nullptr, 0,
+                                               s.x + at, start, pending, SweepPrefetch{});
           write_quad<T, N>(s.keys, s.scalars, t, p.K, pending, start, to + c);
         }
       }
@@ -75,7 +77,9 @@ inline void recompute(const Problem& p, const BackwardScratch<T>& s, int rows, i
 }
 
 // Where the gradients of a call's scalars go, dense or null: log_decay, erase and write, or log_gate and beta of a rule.
-struct ScalarGradients { void* dense[3]; };
+struct ScalarGradients {
+  void* dense[3];
+};
 
 EFLA_INLINE ScalarGradients scalar_gradients(const Problem& p) {
   if (p.rule == Rule::raw) return {{p.d_log_decay, p.d_erase, p.d_write}};
@@ -120,8 +124,8 @@ template <class E> struct Outputs {
 
 // Turns gradients of the coefficients into those of the inputs, and adds the block's dq and dk to the tile's.
 template <class E>
-inline void finish_block(const Outputs<E>& out, const BackwardScratch<Compute<E>>& s, int64_t first, int t, int count, int64_t head,
-                         bool first_head) {
+inline void finish_block(const Outputs<E>& out, const BackwardScratch<Compute<E>>& s, int64_t first, int t, int count,
+                         int64_t head, bool first_head) {
   using T = Compute<E>;
   const Problem& p = out.p;
   const BlockScratch<T>& b = s.block;
@@ -133,8 +137,8 @@ inline void finish_block(const Outputs<E>& out, const BackwardScratch<Compute<E>
     for (int i = 0; i < kBlock; i += kLanes<T>) {
       Vec<T> d_decay = facts(p.rule).has_decay ? load(b.d_decay + i) : Vec<T>{};
       RuleGradient<T> g = rule_backward<T>(p.rule, load(s.scalars.beta + t + i), load(s.scalars.log_gate + t + i),
-                                           load(s.keys.lam + t + i), d_decay, load(b.d_erase + i), load(b.d_erase_scaled + i),
-                                           load(b.d_write + i));
+                                           load(s.keys.lam + t + i), d_decay, load(b.d_erase + i),
+                                           load(b.d_erase_scaled + i), load(b.d_write + i));
       store(d_beta + i, g.beta);
       store(d_log_gate + i, g.log_gate);
       store(g1 + i, g.g1);
@@ -168,8 +172,8 @@ template <class T> inline void normalise_backward(T* row, const T* unit, T inver
 
 // Gradients of one value head over one tile. dS is the gradient of the state after the tile; it becomes that before it.
 template <class E>
-inline void backward_head(const Outputs<E>& out, const BackwardScratch<Compute<E>>& s, int64_t first, int count, int64_t head,
-                          bool first_head, Compute<E>* dS, Prefetcher& prefetcher, unsigned* status) {
+inline void backward_head(const Outputs<E>& out, const BackwardScratch<Compute<E>>& s, int64_t first, int count,
+                          int64_t head, bool first_head, Compute<E>* dS, Prefetcher& prefetcher, unsigned* status) {
   using T = Compute<E>;
   const Problem& p = out.p;
   const Task& task = out.task;
@@ -177,8 +181,10 @@ inline void backward_head(const Outputs<E>& out, const BackwardScratch<Compute<E
   const size_t panel_size = size_t(padded_K) * kPanel, state_size = panel_size * panels;
   if (first) {
     int64_t boundary = (out.plan.boundary_offset[task.sequence] + first / kTile - 1) * p.value_heads + head;
-    copy_vectors(s.states, static_cast<const T*>(p.boundary_states) + (boundary * out.plan.panels + task.panel_begin) * panel_size,
-                 state_size);
+    copy_vectors(
+        s.states,
+        static_cast<const T*>(p.boundary_states) + (boundary * out.plan.panels + task.panel_begin) * panel_size,
+        state_size);
   } else {
     const T* initial = static_cast<const T*>(p.initial_state);
     if (initial) initial += (task.sequence * p.value_heads + head) * p.K * p.V;
@@ -195,11 +201,21 @@ inline void backward_head(const Outputs<E>& out, const BackwardScratch<Compute<E
   }
   for (int t = rows - kBlock; t >= 0; t -= kBlock) {
     const int row = t * kRow<T>;
-    const BlockInput<T> in{s.keys.k + row,     s.keys.q + row,     s.v + row,
-                           s.d_o + row,        s.x + row,          s.scalars.decay + t,
-                           s.scalars.erase + t, s.scalars.write + t, s.states + (t / kBlock) * state_size,
-                           dS,                 padded_K,           panels,
-                           T(p.scale),         facts(p.rule).has_decay, &prefetcher};
+    const BlockInput<T> in{s.keys.k + row,
+                           s.keys.q + row,
+                           s.v + row,
+                           s.d_o + row,
+                           s.x + row,
+                           s.scalars.decay + t,
+                           s.scalars.erase + t,
+                           s.scalars.write + t,
+                           s.states + (t / kBlock) * state_size,
+                           dS,
+                           padded_K,
+                           panels,
+                           T(p.scale),
+                           facts(p.rule).has_decay,
+                           &prefetcher};
     block_backward<T>(in, s.block);
     finish_block<E>(out, s, first, t, count, head, first_head);
   }
@@ -208,13 +224,16 @@ inline void backward_head(const Outputs<E>& out, const BackwardScratch<Compute<E
 // What to prefetch: the rows that the next head or tile reads and writes.
 template <class E>
 inline Prefetcher next_rows(const Problem& p, const Task& task, int64_t key_head, int64_t head, int64_t first) {
-  auto dense = [&](void* data, int64_t heads, int64_t width) { return Strided{data, p.tokens * heads * width, heads * width, width}; };
-  const Strided x[Prefetcher::streams] = {p.k, p.q, dense(p.dq, p.key_heads, p.K), dense(p.dk, p.key_heads, p.K),
-                                    p.v, p.d_o, dense(p.dv, p.value_heads, p.V)};
+  auto dense = [&](void* data, int64_t heads, int64_t width) {
+    return Strided{data, p.tokens * heads * width, heads * width, width};
+  };
+  const Strided x[Prefetcher::streams] = {p.k, p.q,   dense(p.dq, p.key_heads, p.K),  dense(p.dk, p.key_heads, p.K),
+                                          p.v, p.d_o, dense(p.dv, p.value_heads, p.V)};
   Prefetcher prefetcher;
   for (int i = 0; i < Prefetcher::streams; ++i) {
     const bool key = i < 4;
-    prefetcher.row[i] = reinterpret_cast<const char*>(at<const E>(x[i], task.batch, task.first_token + first, key ? key_head : head));
+    prefetcher.row[i] =
+        reinterpret_cast<const char*>(at<const E>(x[i], task.batch, task.first_token + first, key ? key_head : head));
     prefetcher.stride[i] = x[i].token * int64_t(sizeof(E));
     prefetcher.lines[i] = ((key ? p.K : p.V) * int(sizeof(E)) + 63) / 64;
   }
@@ -222,7 +241,8 @@ inline Prefetcher next_rows(const Problem& p, const Task& task, int64_t key_head
   return prefetcher;
 }
 
-template <class E> void backward_task(const Problem& p, const Plan& plan, const Task& task, void* memory, unsigned* status) {
+template <class E>
+void backward_task(const Problem& p, const Plan& plan, const Task& task, void* memory, unsigned* status) {
   using T = Compute<E>;
   Arena arena{static_cast<char*>(memory)};
   BackwardScratch<T> s(arena, plan);

@@ -23,22 +23,22 @@
 namespace efla::EFLA_ISA {
 
 template <class T> struct BlockScratch {
-  T *k_lanes, *q_lanes;     // [K][16]; q_lanes only for log_decay's gradient
-  T *kk, *qk;               // [16][16]: k_i.k_j and q_i.k_j, row i
-  T *D;                     // [16][16], zero above the diagonal
-  T *P, *M;                 // [16][16]
-  T *x_lanes;               // [V][16]
-  T *grad_lanes;            // [V][32]: dO, then dR
-  T *dR;                    // [16][kRow]
-  T *scaled_o, *scaled_r;   // [16][kRow]: scale g dO, -erase g dR
-  T *ox_rx;                 // [16][32]: row j: x_j.dO_i, then x_j.dR_i, i in the lanes
-  T *W, *W_transposed, *B;  // [16][16]; the last two times key_scale
-  T *F;                     // [16][16]: row j: B_ij k_i.k_j, i in the lanes
-  T *state_grads;           // [K][32]: dO S0^T, then dR S0^T, tokens in the lanes
-  T *end_grads;             // [K][16]: X dS'^T
-  T *dq_lanes, *dk_lanes;   // [K][16]
-  T *dq, *dk;               // [16][kRow]: gradients of the block
-  T *from_start, *to_end;   // [16]: g, d
+  T *k_lanes, *q_lanes;            // [K][16]; q_lanes only for log_decay's gradient
+  T *kk, *qk;                      // [16][16]: k_i.k_j and q_i.k_j, row i
+  T* D;                            // [16][16], zero above the diagonal
+  T *P, *M;                        // [16][16]
+  T* x_lanes;                      // [V][16]
+  T* grad_lanes;                   // [V][32]: dO, then dR
+  T* dR;                           // [16][kRow]
+  T *scaled_o, *scaled_r;          // [16][kRow]: scale g dO, -erase g dR
+  T* ox_rx;                        // [16][32]: row j: x_j.dO_i, then x_j.dR_i, i in the lanes
+  T *W, *W_transposed, *B;         // [16][16]; the last two times key_scale
+  T* F;                            // [16][16]: row j: B_ij k_i.k_j, i in the lanes
+  T* state_grads;                  // [K][32]: dO S0^T, then dR S0^T, tokens in the lanes
+  T* end_grads;                    // [K][16]: X dS'^T
+  T *dq_lanes, *dk_lanes;          // [K][16]
+  T *dq, *dk;                      // [16][kRow]: gradients of the block
+  T *from_start, *to_end;          // [16]: g, d
   T *d_decay, *d_erase, *d_write;  // [16]: gradients of log_decay, erase, write
   T *erased, *d_erase_scaled;      // [16]: erase g (k^T S0).dR, and erase * d_erase, finite where d_erase overflows
 
@@ -143,15 +143,16 @@ template <class T> inline T key_scale(const BlockScratch<T>& s) {
   T longest = 1;
   for (int i = 0; i < kBlock; ++i) longest = s.kk[i * kBlock + i] > longest ? s.kk[i * kBlock + i] : longest;
   T power = 1;
-  for (; power < T(0x1p56) && power * power * 65536 <= longest; power *= 256) {}  // longest may be infinite
+  for (; power < T(0x1p56) && power * power * 65536 <= longest; power *= 256) {
+  }  // longest may be infinite
   return power;
 }
 
 // W, W^T, B + B^T, F and the part of d_erase inside the block.
 template <class T> inline void block_pair_gradients(const BlockInput<T>& in, const BlockScratch<T>& s, int padded_V) {
   constexpr int vectors = kBlock / kLanes<T>;
-  product<T, kProductRows, 2, kRow<T>, 1>(in.x, s.grad_lanes, 2 * kBlock, padded_V, s.ox_rx, 2 * kBlock, kBlock, 2 * kBlock,
-                                       *in.prefetcher);
+  product<T, kProductRows, 2, kRow<T>, 1>(in.x, s.grad_lanes, 2 * kBlock, padded_V, s.ox_rx, 2 * kBlock, kBlock,
+                                          2 * kBlock, *in.prefetcher);
   T D_lanes[kBlock * kBlock], B_lanes[kBlock * kBlock];
   const T power = key_scale<T>(s);
   transpose(s.D, kBlock, D_lanes, kBlock, kBlock, kBlock);
@@ -186,7 +187,7 @@ template <class T> inline void block_key_gradients(const BlockInput<T>& in, cons
   const size_t panel_size = size_t(in.padded_K) * kPanel;
   const T unscale = T(1) / key_scale<T>(s);
   panel_product<T, kProductRows, 2>(in.S0, panel_size, in.panels, s.grad_lanes, 2 * kBlock, s.state_grads, 2 * kBlock,
-                                 in.padded_K, 2 * kBlock, *in.prefetcher);
+                                    in.padded_K, 2 * kBlock, *in.prefetcher);
   panel_product<T, M, N>(in.dS, panel_size, in.panels, s.x_lanes, kBlock, s.end_grads, kBlock, in.padded_K, kBlock,
                          *in.prefetcher);
   for (int c = 0; c < kBlock; c += N * lanes) {
@@ -275,8 +276,8 @@ template <class T> inline void block_decay_gradient(const BlockInput<T>& in, con
     store(end + n * lanes, token_lanes(s.to_end, n) * kept);
     for (int j = 0; j < kBlock; ++j) {
       rectangle[j] += lane >= j ? below : Vec<T>{};
-      Vec<T> F = token_lanes(s.W + j * kBlock, n) * token_lanes(qk_lanes + j * kBlock, n) +
-                 token_lanes(s.F + j * kBlock, n);
+      Vec<T> F =
+          token_lanes(s.W + j * kBlock, n) * token_lanes(qk_lanes + j * kBlock, n) + token_lanes(s.F + j * kBlock, n);
       below += lane > j ? F : Vec<T>{};
     }
   }

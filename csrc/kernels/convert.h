@@ -11,11 +11,19 @@
 
 namespace efla::EFLA_ISA {
 
-struct Bfloat16 { uint16_t bits; };
-struct Float16 { uint16_t bits; };
+struct Bfloat16 {
+  uint16_t bits;
+};
+struct Float16 {
+  uint16_t bits;
+};
 
-template <class E> struct ComputeOf { using type = float; };
-template <> struct ComputeOf<double> { using type = double; };
+template <class E> struct ComputeOf {
+  using type = float;
+};
+template <> struct ComputeOf<double> {
+  using type = double;
+};
 template <class E> using Compute = typename ComputeOf<E>::type;
 
 // Calls body with a value of dtype's element type. Only the type of the value matters.

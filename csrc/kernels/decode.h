@@ -18,7 +18,8 @@ template <class T> struct DecodeTokens {
   alignas(64) T lam[kBlock], qk[kBlock], beta[kBlock], log_gate[kBlock], decay[kBlock], erase[kBlock], write[kBlock];
 };
 
-template <class E> inline void decode_keys(const Problem& p, const Task& task, int64_t key_head, DecodeTokens<Compute<E>>& d) {
+template <class E>
+inline void decode_keys(const Problem& p, const Task& task, int64_t key_head, DecodeTokens<Compute<E>>& d) {
   using T = Compute<E>;
   int padded = round_up(p.K, 16);
   for (int t = 0; t < kBlock; ++t) d.lam[t] = 0;

@@ -25,10 +25,10 @@ void gate_backward(const GateProblem&, int64_t, int64_t);
 
 extern const Kernels EFLA_JOIN(kernels_, EFLA_ISA);
 const Kernels EFLA_JOIN(kernels_, EFLA_ISA) = {
-    EFLA_TEXT(EFLA_ISA),         EFLA_ISA::forward_scratch, EFLA_ISA::forward, EFLA_ISA::decode,
-    EFLA_ISA::backward_scratch, EFLA_ISA::backward,        EFLA_ISA::reduce,
-    EFLA_ISA::norm_forward,      EFLA_ISA::norm_backward,   EFLA_ISA::conv_forward, EFLA_ISA::conv_backward,
-    EFLA_ISA::gate_forward,      EFLA_ISA::gate_backward,
+    EFLA_TEXT(EFLA_ISA),        EFLA_ISA::forward_scratch, EFLA_ISA::forward,       EFLA_ISA::decode,
+    EFLA_ISA::backward_scratch, EFLA_ISA::backward,        EFLA_ISA::reduce,        EFLA_ISA::norm_forward,
+    EFLA_ISA::norm_backward,    EFLA_ISA::conv_forward,    EFLA_ISA::conv_backward, EFLA_ISA::gate_forward,
+    EFLA_ISA::gate_backward,
 };
 
 }  // namespace efla

@@ -30,11 +30,13 @@ struct HeadBlock {
 
 // What to prefetch during this block's sweeps: the rows of the next one.
 template <class E>
-inline SweepPrefetch prefetch_next(const Problem& p, const Task& task, const HeadBlock& now, const HeadBlock& next, int slices) {
+inline SweepPrefetch prefetch_next(const Problem& p, const Task& task, const HeadBlock& now, const HeadBlock& next,
+                                   int slices) {
   SweepPrefetch prefetch;
   if (next.count < kBlock) return prefetch;
   auto add = [&](const Strided& x, int64_t head) {
-    prefetch.row[prefetch.streams] = reinterpret_cast<const char*>(at<const E>(x, task.batch, task.first_token + next.first, head));
+    prefetch.row[prefetch.streams] =
+        reinterpret_cast<const char*>(at<const E>(x, task.batch, task.first_token + next.first, head));
     prefetch.stride[prefetch.streams++] = x.token * int64_t(sizeof(E));
   };
   add(p.v, next.head);
@@ -49,7 +51,8 @@ inline SweepPrefetch prefetch_next(const Problem& p, const Task& task, const Hea
 }
 
 // The share of the prefetching that one quad and slice do.
-template <class E> EFLA_INLINE SweepPrefetch prefetch_share(const Problem& p, const SweepPrefetch& prefetch, int t, int slice) {
+template <class E>
+EFLA_INLINE SweepPrefetch prefetch_share(const Problem& p, const SweepPrefetch& prefetch, int t, int slice) {
   SweepPrefetch share = prefetch;
   const int offset = slice * prefetch.lines * 64;
   if (offset >= (p.K > p.V ? p.K : p.V) * int(sizeof(E))) share.lines = 0;
@@ -60,8 +63,8 @@ template <class E> EFLA_INLINE SweepPrefetch prefetch_share(const Problem& p, co
 // One value head over one block, all columns of the task. Slices run in pairs: while one waits for its triangular solve,
 // the other reads or writes.
 template <class E, bool erases>
-inline void run_head_block(const Problem& p, const Plan& plan, const Task& task, const HeadBlock& now, const HeadBlock& next,
-                     const ForwardScratch<Compute<E>>& s, Compute<E>* S) {
+inline void run_head_block(const Problem& p, const Plan& plan, const Task& task, const HeadBlock& now,
+                           const HeadBlock& next, const ForwardScratch<Compute<E>>& s, Compute<E>* S) {
   using T = Compute<E>;
   constexpr int N = kSweepVectors, width = N * kLanes<T>, per_panel = kPanel / width;
   const int first_column = task.panel_begin * kPanel;
@@ -80,14 +83,16 @@ inline void run_head_block(const Problem& p, const Plan& plan, const Task& task,
     const E* values = v + t * p.v.token + column;
     E* outputs = o + t * p.o.token + column;
     if (valid >= width && tokens >= kQuad) {
-      read_quad<E, N, erases, true, true>(s.keys, s.scalars, t, kQuad, p.K, values, p.v.token, valid, outputs, p.o.token, nullptr,
-                                          state(slice), u, share);
+      read_quad<E, N, erases, true, true>(s.keys, s.scalars, t, kQuad, p.K, values, p.v.token, valid, outputs,
+                                          p.o.token, nullptr, state(slice), u, share);
     } else {
-      read_quad<E, N, erases, true, false>(s.keys, s.scalars, t, tokens, p.K, values, p.v.token, valid, outputs, p.o.token,
-                                           nullptr, state(slice), u, share);
+      read_quad<E, N, erases, true, false>(s.keys, s.scalars, t, tokens, p.K, values, p.v.token, valid, outputs,
+                                           p.o.token, nullptr, state(slice), u, share);
     }
   };
-  auto write = [&](int slice, int t, const T* u) { write_quad<T, N>(s.keys, s.scalars, t, p.K, u, state(slice), state(slice)); };
+  auto write = [&](int slice, int t, const T* u) {
+    write_quad<T, N>(s.keys, s.scalars, t, p.K, u, state(slice), state(slice));
+  };
   for (int slice = 0; slice < slices; slice += 2) {
     const bool pair = slice + 1 < slices;
     for (int t = 0; t < now.count; t += kQuad) {
@@ -100,7 +105,8 @@ inline void run_head_block(const Problem& p, const Plan& plan, const Task& task,
   }
 }
 
-template <class E> void forward_task(const Problem& p, const Plan& plan, const Task& task, void* memory, unsigned* status) {
+template <class E>
+void forward_task(const Problem& p, const Plan& plan, const Task& task, void* memory, unsigned* status) {
   using T = Compute<E>;
   Arena arena{static_cast<char*>(memory)};
   ForwardScratch<T> s(arena, plan);
@@ -112,7 +118,9 @@ template <class E> void forward_task(const Problem& p, const Plan& plan, const T
     if (index == num_heads) index = 0, first += kBlock;
     const int64_t key_head = task.key_begin + index / task.heads, left = task.length - first;
     return HeadBlock{key_head, key_head * plan.group + task.head_offset + index % task.heads, first,
-                int(left < 0 ? 0 : left < kBlock ? left : kBlock)};
+                     int(left < 0        ? 0
+                         : left < kBlock ? left
+                                         : kBlock)};
   };
 
   for (int i = 0; i < num_heads; ++i) {
@@ -127,7 +135,8 @@ template <class E> void forward_task(const Problem& p, const Plan& plan, const T
       if (i % task.heads == 0) load_keys<E>(p, task, now.key_head, first, now.count, s.keys);
       if (first && first % kTile == 0 && p.boundary_states) {
         int64_t boundary = (plan.boundary_offset[task.sequence] + first / kTile - 1) * p.value_heads + now.head;
-        copy_vectors(static_cast<T*>(p.boundary_states) + (boundary * plan.panels + task.panel_begin) * panel_size, S, state_size);
+        copy_vectors(static_cast<T*>(p.boundary_states) + (boundary * plan.panels + task.panel_begin) * panel_size, S,
+                     state_size);
       }
       load_scalars<T>(p, task, first, now.count, kBlock, now.head, s.keys.lam, s.scalars, status);
       prepare_quads<T>(s.keys, s.scalars, kBlock, T(p.scale));
@@ -140,7 +149,8 @@ template <class E> void forward_task(const Problem& p, const Plan& plan, const T
   }
   if (!p.final_state) return;
   for (int i = 0; i < num_heads; ++i) {
-    T* final_state = static_cast<T*>(p.final_state) + (task.sequence * p.value_heads + head_block(i, 0).head) * memory_state;
+    T* final_state =
+        static_cast<T*>(p.final_state) + (task.sequence * p.value_heads + head_block(i, 0).head) * memory_state;
     store_panels(final_state, p.K, p.V, plan.padded_K, task.panel_begin, task.panel_end, s.states + i * state_size);
   }
 }

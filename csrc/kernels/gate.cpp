@@ -12,7 +12,8 @@ template <class E> void forward_elements(const GateProblem& p, int64_t begin, in
   using T = Compute<E>;
   for (int64_t i = begin; i < end; i += kLanes<T>) {
     const int left = int(end - i < kLanes<T> ? end - i : kLanes<T>);
-    const Vec<T> z = load_some(static_cast<const E*>(p.gate) + i, left), u = load_some(static_cast<const E*>(p.up) + i, left);
+    const Vec<T> z = load_some(static_cast<const E*>(p.gate) + i, left),
+                 u = load_some(static_cast<const E*>(p.up) + i, left);
     store_some(static_cast<E*>(p.y) + i, z * sigmoid<T>(z) * u, left);
   }
 }
@@ -21,7 +22,8 @@ template <class E> void backward_elements(const GateProblem& p, int64_t begin, i
   using T = Compute<E>;
   for (int64_t i = begin; i < end; i += kLanes<T>) {
     const int left = int(end - i < kLanes<T> ? end - i : kLanes<T>);
-    const Vec<T> z = load_some(static_cast<const E*>(p.gate) + i, left), u = load_some(static_cast<const E*>(p.up) + i, left);
+    const Vec<T> z = load_some(static_cast<const E*>(p.gate) + i, left),
+                 u = load_some(static_cast<const E*>(p.up) + i, left);
     const Vec<T> g = load_some(static_cast<const E*>(p.dy) + i, left), s = sigmoid<T>(z);
     store_some(static_cast<E*>(p.dgate) + i, g * u * silu_slope<T>(z, s), left);
     store_some(static_cast<E*>(p.dup) + i, g * (z * s), left);

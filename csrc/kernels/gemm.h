@@ -19,9 +19,9 @@ template <class T> constexpr int kTokenRows = kLanes<T> >= kBlock ? 16 : kProduc
 // Prefetches the rows of the next head or tile, a few cache lines at a time between products.
 struct Prefetcher {
   static constexpr int streams = 7, per_step = 10;  // k, q, v, dO and dq, dk, dv
-  const char* row[streams];    // first row of each stream
-  int64_t stride[streams];     // bytes between rows
-  int lines[streams];          // per row
+  const char* row[streams];                         // first row of each stream
+  int64_t stride[streams];                          // bytes between rows
+  int lines[streams];                               // per row
   int rows = 0, token = 0, stream = 0, line = 0;
 
   EFLA_INLINE void step() {
@@ -56,7 +56,8 @@ EFLA_INLINE void multiply(const T* A, const T* B, int ldb, int depth, Accumulato
 
 // C[rows][columns] = A B. `rows` is a multiple of M, `columns` of N vectors.
 template <class T, int M, int N, int row_stride, int column_stride>
-inline void product(const T* A, const T* B, int ldb, int depth, T* C, int ldc, int rows, int columns, Prefetcher& prefetcher) {
+inline void product(const T* A, const T* B, int ldb, int depth, T* C, int ldc, int rows, int columns,
+                    Prefetcher& prefetcher) {
   for (int c = 0; c < columns; c += N * kLanes<T>) {
     for (int r = 0; r < rows; r += M) {
       Accumulators<T, M, N> acc;
@@ -71,15 +72,16 @@ inline void product(const T* A, const T* B, int ldb, int depth, T* C, int ldc, i
 
 // C[rows][columns] = S B for a state S in panels [panels][rows][32]: contracts over all columns of S.
 template <class T, int M, int N>
-inline void panel_product(const T* S, size_t panel_size, int panels, const T* B, int ldb, T* C, int ldc, int rows, int columns,
-                          Prefetcher& prefetcher) {
+inline void panel_product(const T* S, size_t panel_size, int panels, const T* B, int ldb, T* C, int ldc, int rows,
+                          int columns, Prefetcher& prefetcher) {
   for (int r = 0; r < rows; r += M) {
     for (int c = 0; c < columns; c += N * kLanes<T>) {
       Accumulators<T, M, N> acc;
       clear<T, M, N>(acc);
       prefetcher.step();
       for (int panel = 0; panel < panels; ++panel)
-        multiply<T, M, N, kPanel, 1>(S + panel * panel_size + r * kPanel, B + panel * kPanel * ldb + c, ldb, kPanel, acc);
+        multiply<T, M, N, kPanel, 1>(S + panel * panel_size + r * kPanel, B + panel * kPanel * ldb + c, ldb, kPanel,
+                                     acc);
       EFLA_UNROLL_FOR (int i = 0; i < M; ++i)
         EFLA_UNROLL_FOR (int n = 0; n < N; ++n) store(C + (r + i) * ldc + c + n * kLanes<T>, acc[i][n]);
     }

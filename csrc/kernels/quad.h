@@ -83,8 +83,8 @@ EFLA_INLINE void update(const T* k, const QuadVectors<T, N>& u, T g, const T* fr
 // has `valid` columns and the quad `tokens` tokens; `whole` means that both are full. With `queries` the outputs go to o,
 // otherwise the rows u_t go to x.
 template <class E, int N, bool erases, bool queries, bool whole>
-EFLA_INLINE void read_quad(const KeyTile<Compute<E>>& keys, const ScalarTile<Compute<E>>& s, int t, int tokens, int rows,
-                           const E* v, int64_t v_stride, int valid, E* o, int64_t o_stride, Compute<E>* x,
+EFLA_INLINE void read_quad(const KeyTile<Compute<E>>& keys, const ScalarTile<Compute<E>>& s, int t, int tokens,
+                           int rows, const E* v, int64_t v_stride, int valid, E* o, int64_t o_stride, Compute<E>* x,
                            const Compute<E>* from, Compute<E>* pending, const SweepPrefetch& prefetch) {
   using T = Compute<E>;
   const T *k = keys.k + t * kRow<T>, *q = keys.q + t * kRow<T>;
@@ -127,7 +127,8 @@ EFLA_INLINE void read_quad(const KeyTile<Compute<E>>& keys, const ScalarTile<Com
 
 // The writing half: computes the state after the quad. `from` and `to` may be equal.
 template <class T, int N>
-EFLA_INLINE void write_quad(const KeyTile<T>& keys, const ScalarTile<T>& s, int t, int rows, const T* pending, const T* from, T* to) {
+EFLA_INLINE void write_quad(const KeyTile<T>& keys, const ScalarTile<T>& s, int t, int rows, const T* pending,
+                            const T* from, T* to) {
   QuadVectors<T, N> u;
   EFLA_UNROLL_FOR (int i = 0; i < kQuad; ++i)
     EFLA_UNROLL_FOR (int n = 0; n < N; ++n) u[i][n] = load(pending + (i * N + n) * kLanes<T>);

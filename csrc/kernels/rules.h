@@ -18,7 +18,9 @@ namespace efla::EFLA_ISA {
 
 EFLA_INLINE const RuleFacts& facts(Rule rule) { return rule == Rule::raw ? kRaw : kRules[int(rule)]; }
 
-template <class T> struct Coefficients { Vec<T> decay, erase, write; };
+template <class T> struct Coefficients {
+  Vec<T> decay, erase, write;
+};
 
 template <class T> struct RuleGradient {
   Vec<T> beta, log_gate;
@@ -34,7 +36,9 @@ template <class T> EFLA_INLINE Vec<T> exact_erase(Vec<T> beta, Vec<T> lam) {
 }
 
 // The gated exact flow: erase = b phi1(b lam), write = beta phi1(c + b lam), b = share * beta.
-template <class T> struct GatedTerms { Vec<T> share, c, b, x, y; };
+template <class T> struct GatedTerms {
+  Vec<T> share, c, b, x, y;
+};
 
 template <class T> EFLA_INLINE GatedTerms<T> gated_terms(Rule rule, Vec<T> beta, Vec<T> log_gate, Vec<T> lam) {
   GatedTerms<T> g;

@@ -49,7 +49,8 @@ template <class E> struct Conv {
   EFLA_INLINE Vec<T> input(int64_t t, int c, int left) const {
     if (t >= 0) return load_some(x(t) + c, left);
     if (!p.past) return Vec<T>{};
-    return load_some(static_cast<const T*>(p.past) + (tile.sequence * (p.width - 1) + p.width - 1 + t) * p.channels + c, left);
+    return load_some(static_cast<const T*>(p.past) + (tile.sequence * (p.width - 1) + p.width - 1 + t) * p.channels + c,
+                     left);
   }
 
   EFLA_INLINE Vec<T> before_activation(int64_t t, int c, int left) const {

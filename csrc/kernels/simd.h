@@ -27,12 +27,18 @@
 namespace efla::EFLA_ISA {
 
 template <class T> struct IntegerOf;
-template <> struct IntegerOf<float> { using type = int32_t; };
-template <> struct IntegerOf<double> { using type = int64_t; };
+template <> struct IntegerOf<float> {
+  using type = int32_t;
+};
+template <> struct IntegerOf<double> {
+  using type = int64_t;
+};
 
 template <class T> constexpr int kLanes = EFLA_VECTOR_BYTES / int(sizeof(T));
 
-template <class T> struct VectorOf { typedef T type __attribute__((vector_size(EFLA_VECTOR_BYTES))); };
+template <class T> struct VectorOf {
+  typedef T type __attribute__((vector_size(EFLA_VECTOR_BYTES)));
+};
 template <class T> using Vec = typename VectorOf<T>::type;
 template <class T> using IntVec = typename VectorOf<typename IntegerOf<T>::type>::type;
 

@@ -16,10 +16,10 @@
 namespace efla::EFLA_ISA {
 
 template <class T> struct KeyTile {
-  T *k, *q;                   // [64][kRow]
-  T *lam;                     // [64] k.k (of the normalised k)
-  T *k_inverse, *q_inverse;   // [64] 1/sqrt(k.k + 1e-6), or 1
-  T *kk[kQuad], *qk[kQuad];   // [distance][64]: k_t.k_{t-d}, q_t.k_{t-d} inside a quad
+  T *k, *q;                  // [64][kRow]
+  T* lam;                    // [64] k.k (of the normalised k)
+  T *k_inverse, *q_inverse;  // [64] 1/sqrt(k.k + 1e-6), or 1
+  T *kk[kQuad], *qk[kQuad];  // [distance][64]: k_t.k_{t-d}, q_t.k_{t-d} inside a quad
 
   void allocate(Arena& arena) {
     k = arena.allocate<T>(kTile * kRow<T>);
@@ -121,13 +121,13 @@ inline void load_keys(const Problem& p, const Task& task, int64_t key_head, int6
 // Scalars of one value head over the tile. Arrays have margins, so that loads may start up to 4 tokens before or after.
 template <class T> struct ScalarTile {
   static constexpr int margin = 16, size = kTile + 2 * margin;
-  T *beta, *log_gate;         // inputs of a rule
-  T *decay, *erase, *write;   // exp(log_decay), erase, write
-  T *erase_start;             // erase * g
-  T *read_start;              // scale * g
-  T *to_end;                  // D from the token to the end of its quad
-  T *quad_decay;              // g at the token
-  T *kk[kQuad], *qk[kQuad];   // erase * D * k.k and scale * D * q.k, by distance
+  T *beta, *log_gate;        // inputs of a rule
+  T *decay, *erase, *write;  // exp(log_decay), erase, write
+  T* erase_start;            // erase * g
+  T* read_start;             // scale * g
+  T* to_end;                 // D from the token to the end of its quad
+  T* quad_decay;             // g at the token
+  T *kk[kQuad], *qk[kQuad];  // erase * D * k.k and scale * D * q.k, by distance
 
   void allocate(Arena& arena) {
     T** all[] = {&beta, &log_gate, &decay, &erase, &write, &erase_start, &read_start, &to_end, &quad_decay};
@@ -139,15 +139,17 @@ template <class T> struct ScalarTile {
   }
 };
 
-template <class T> EFLA_INLINE void gather_scalars(const Strided& s, const Task& task, int64_t first, int count, int64_t head, T fallback, T* to) {
+template <class T>
+EFLA_INLINE void gather_scalars(const Strided& s, const Task& task, int64_t first, int count, int64_t head, T fallback,
+                                T* to) {
   for (int t = 0; t < count; ++t)
     to[t] = s.data ? *at<const T>(s, task.batch, task.first_token + first + t, head) : fallback;
 }
 
 // Loads the inputs of a head and computes (decay, erase, write). Tokens from `count` to `rows` are identity steps.
 template <class T>
-inline void load_scalars(const Problem& p, const Task& task, int64_t first, int count, int rows, int64_t head, const T* lam,
-                         const ScalarTile<T>& s, unsigned* status) {
+inline void load_scalars(const Problem& p, const Task& task, int64_t first, int count, int rows, int64_t head,
+                         const T* lam, const ScalarTile<T>& s, unsigned* status) {
   for (int t = count; t < rows; ++t) s.beta[t] = s.log_gate[t] = s.decay[t] = s.erase[t] = s.write[t] = 0;
   if (p.rule == Rule::raw) {
     gather_scalars<T>(p.log_decay, task, first, count, head, T(0), s.decay);

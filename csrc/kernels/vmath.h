@@ -46,7 +46,9 @@ constexpr double kInverseFactorial[] = {1.0,
                                         1.0 / 51090942171709440000.0};
 
 // 2^n = scale1 * scale2, p = expm1(x - n ln2).
-template <class T> struct ExpParts { Vec<T> p, scale1, scale2; };
+template <class T> struct ExpParts {
+  Vec<T> p, scale1, scale2;
+};
 
 template <class T> EFLA_INLINE ExpParts<T> exp_parts(Vec<T> x) {
   using C = ExpConstants<T>;

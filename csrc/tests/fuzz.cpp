@@ -15,8 +15,8 @@
 #include <string>
 #include <vector>
 
-#include "runtime.h"
 #include "plan.h"
+#include "runtime.h"
 
 using namespace efla;
 
@@ -97,7 +97,9 @@ struct Tensor {
   int64_t index(int64_t b, int64_t t, int64_t h, int64_t w) const {
     return origin + b * strided.batch + t * strided.token + h * strided.head + w;
   }
-  double at(int64_t b, int64_t t, int64_t h, int64_t w = 0) const { return get(dtype, memory.data(), index(b, t, h, w)); }
+  double at(int64_t b, int64_t t, int64_t h, int64_t w = 0) const {
+    return get(dtype, memory.data(), index(b, t, h, w));
+  }
   template <class F> void each(F f) const {
     for (int64_t b = 0; b < B; ++b)
       for (int64_t t = 0; t < T; ++t)
@@ -209,7 +211,8 @@ void naive(const Case& c, int64_t n, int64_t h, Reference& r) {
   Row dS(K * V);
   if (c.has_d_final) std::copy_n(c.d_final.begin() + base, K * V, dS.begin());
   for (int64_t t = length - 1; t >= 0; --t) {
-    const int64_t at = begin + t, row = (b * p.tokens + at) * p.value_heads + h, key = ((b * p.tokens + at) * p.key_heads + kh) * K;
+    const int64_t at = begin + t, row = (b * p.tokens + at) * p.value_heads + h,
+                  key = ((b * p.tokens + at) * p.key_heads + kh) * K;
     Row dq(K), dk(K), du(V);
     for (int64_t j = 0; j < K; ++j)
       for (int64_t i = 0; i < V; ++i) {
@@ -276,9 +279,21 @@ Case make_case() {
   p.scale = 0.3 + uniform();
   p.batch = B, p.tokens = T, p.sequences = N, p.key_heads = Hk, p.value_heads = Hv, p.K = int(K), p.V = int(V);
   p.threads = int(pick(1, 2));
-  Case c{p, Tensor(dtype, B, T, Hk, K, false), Tensor(dtype, B, T, Hk, K, false), Tensor(dtype, B, T, Hv, V, false),
-         Tensor(dtype, B, T, Hv, V, false), Tensor(dtype, B, T, Hv, V, false), Tensor(compute, B, T, Hv, 1, true),
-         Tensor(compute, B, T, Hv, 1, true), Tensor(compute, B, T, Hv, 1, true), cu, {}, {}, pick(0, 1) == 1, pick(0, 1) == 1, ""};
+  Case c{p,
+         Tensor(dtype, B, T, Hk, K, false),
+         Tensor(dtype, B, T, Hk, K, false),
+         Tensor(dtype, B, T, Hv, V, false),
+         Tensor(dtype, B, T, Hv, V, false),
+         Tensor(dtype, B, T, Hv, V, false),
+         Tensor(compute, B, T, Hv, 1, true),
+         Tensor(compute, B, T, Hv, 1, true),
+         Tensor(compute, B, T, Hv, 1, true),
+         cu,
+         {},
+         {},
+         pick(0, 1) == 1,
+         pick(0, 1) == 1,
+         ""};
   const double key_scale = 1.2 / std::sqrt(double(K));
   c.q.fill(normal), c.v.fill(normal), c.d_o.fill(normal);
   c.k.fill([&] { return key_scale * normal(); });
@@ -288,18 +303,24 @@ Case make_case() {
   for (double& x : c.initial) x = float(normal());
   for (double& x : c.d_final) x = float(normal());
   char text[256];
-  std::snprintf(text, sizeof text, "dtype %d rule %d l2norm %d B %ld T %ld N %ld Hk %ld Hv %ld K %ld V %ld packed %d threads %d",
-                int(dtype), int(p.rule), p.l2norm, long(B), long(T), long(N), long(Hk), long(Hv), long(K), long(V), !cu.empty(), p.threads);
+  std::snprintf(text, sizeof text,
+                "dtype %d rule %d l2norm %d B %ld T %ld N %ld Hk %ld Hv %ld K %ld V %ld packed %d threads %d",
+                int(dtype), int(p.rule), p.l2norm, long(B), long(T), long(N), long(Hk), long(Hv), long(K), long(V),
+                !cu.empty(), p.threads);
   c.name = text;
   return c;
 }
 
-bool close(const char* what, const Case& c, const std::vector<double>& want, const std::vector<double>& have, double tolerance) {
+bool close(const char* what, const Case& c, const std::vector<double>& want, const std::vector<double>& have,
+           double tolerance) {
   double scale = 1e-2, worst = 0;
   for (double x : want) scale = std::fmax(scale, std::fabs(x));
   for (size_t i = 0; i < want.size(); ++i)
-    if (!(std::fabs(want[i] - have[i]) <= tolerance * scale)) worst = std::fmax(worst, std::isnan(have[i]) ? INFINITY : std::fabs(want[i] - have[i]));
-  if (worst > 0) std::fprintf(stderr, "MISMATCH %s [%s] %s: off by %g of %g\n", what, active_simd().c_str(), c.name.c_str(), worst, scale);
+    if (!(std::fabs(want[i] - have[i]) <= tolerance * scale))
+      worst = std::fmax(worst, std::isnan(have[i]) ? INFINITY : std::fabs(want[i] - have[i]));
+  if (worst > 0)
+    std::fprintf(stderr, "MISMATCH %s [%s] %s: off by %g of %g\n", what, active_simd().c_str(), c.name.c_str(), worst,
+                 scale);
   return worst == 0;
 }
 
@@ -317,7 +338,8 @@ bool run_case(Case& c, const Reference& want) {
   const double tolerances[] = {1e-4, 3e-2, 4e-3, 1e-8};
   const double tight = p.dtype == Dtype::float64 ? 1e-8 : 1e-4, loose = tolerances[int(p.dtype)];
   Dense initial(compute, states), final_state(compute, states), d_final(compute, states), d_initial(compute, states);
-  for (int64_t i = 0; i < states; ++i) put(compute, initial.data(), i, c.initial[i]), put(compute, d_final.data(), i, c.d_final[i]);
+  for (int64_t i = 0; i < states; ++i)
+    put(compute, initial.data(), i, c.initial[i]), put(compute, d_final.data(), i, c.d_final[i]);
   const int64_t* cu = c.cu.empty() ? nullptr : c.cu.data();
   Dense boundary_states(compute, boundary_size(cu, p.sequences, p.tokens, p.value_heads, p.K, p.V));
   c.o.memory = c.o.before;
@@ -335,7 +357,8 @@ bool run_case(Case& c, const Reference& want) {
   c.o.each([&](int64_t, int64_t b, int64_t t, int64_t h, int64_t w) {
     o[((b * p.tokens + t) * p.value_heads + h) * p.V + w] = c.o.at(b, t, h, w);
   });
-  ok &= close("o", c, want.o, o, loose) && close("final state", c, want.final_state, values(final_state, states), tight);
+  ok &=
+      close("o", c, want.o, o, loose) && close("final state", c, want.final_state, values(final_state, states), tight);
   if (!c.o.gaps_intact()) std::fprintf(stderr, "OVERWRITTEN guard of o: %s\n", c.name.c_str()), ok = false;
 
   Dense dq(p.dtype, keys), dk(p.dtype, keys), dv(p.dtype, scalars * p.V);
@@ -368,7 +391,8 @@ bool run_case(Case& c, const Reference& want) {
       p.beta = beta.strided, p.beta.data = beta.memory.data() + beta.origin * int64_t(element_size(compute));
       p.initial_state = p.final_state = untouched.data(), p.check_domain = true;
       ok &= run_forward(p) == kNegativeBeta;
-      if (untouched.memory != initial.memory) std::fprintf(stderr, "REFUSED but written: %s\n", c.name.c_str()), ok = false;
+      if (untouched.memory != initial.memory)
+        std::fprintf(stderr, "REFUSED but written: %s\n", c.name.c_str()), ok = false;
     }
   }
   return ok;
@@ -389,7 +413,8 @@ bool refused_case() {
     case 6: p.dtype = Dtype(pick(4, 9)); break;
     case 7: p.rule = Rule(kRuleCount); break;
     case 8: cu = {0, 2, 5}; break;  // B is not 1
-    default: p.batch = 1, cu = pick(0, 1) ? std::vector<int64_t>{0, 4, 3, 5} : std::vector<int64_t>{0, 2, 5 + pick(1, 9)};
+    default:
+      p.batch = 1, cu = pick(0, 1) ? std::vector<int64_t>{0, 4, 3, 5} : std::vector<int64_t>{0, 2, 5 + pick(1, 9)};
   }
   if (!cu.empty()) p.cu_seqlens = cu.data(), p.sequences = int64_t(cu.size()) - 1;
   for (auto run : {run_forward, run_backward}) {
@@ -413,9 +438,11 @@ int main(int argc, char** argv) {
     if (!refused_case()) return 1;
     Case c = make_case();
     const Problem& p = c.p;
-    const size_t scalars = size_t(p.batch * p.tokens * p.value_heads), keys = size_t(p.batch * p.tokens * p.key_heads * p.K);
-    Reference want{Row(scalars * p.V), Row(c.initial.size()), Row(keys), Row(keys), Row(scalars * p.V),
-                   Row(scalars),       Row(scalars),          Row(scalars), Row(c.initial.size())};
+    const size_t scalars = size_t(p.batch * p.tokens * p.value_heads),
+                 keys = size_t(p.batch * p.tokens * p.key_heads * p.K);
+    Reference want{Row(scalars * p.V), Row(c.initial.size()), Row(keys),
+                   Row(keys),          Row(scalars * p.V),    Row(scalars),
+                   Row(scalars),       Row(scalars),          Row(c.initial.size())};
     for (int64_t n = 0; n < p.sequences; ++n)
       for (int64_t h = 0; h < p.value_heads; ++h) naive(c, n, h, want);
     for (const std::string& level : simd_levels()) {

@@ -66,7 +66,8 @@ bool conv_case() {
   p.silu = pick(0, 1), p.channels = int(pick(1, 300)), p.width = int(pick(1, 7));
   p.batch = packed ? 1 : pick(0, 3), p.tokens = pick(0, 150), p.sequences = packed ? pick(1, 5) : p.batch;
   std::vector<int64_t> boundaries(size_t(p.sequences) + 1, 0);
-  for (int64_t n = 1; n <= p.sequences; ++n) boundaries[n] = n == p.sequences ? p.tokens : pick(boundaries[n - 1], p.tokens);
+  for (int64_t n = 1; n <= p.sequences; ++n)
+    boundaries[n] = n == p.sequences ? p.tokens : pick(boundaries[n - 1], p.tokens);
   if (packed) p.cu_seqlens = boundaries.data();
   const int64_t stride = p.channels + pick(0, 3);
   p.x_token = pick(0, 3) ? stride : -stride, p.x_batch = p.tokens * stride;
