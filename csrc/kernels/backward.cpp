@@ -147,11 +147,12 @@ inline void finish_block(const Outputs<E>& out, const BackwardScratch<Compute<E>
       store(r2 + i, g.r2);
     }
   }
+  const T* scalars[] = {raw ? b.d_decay : d_log_gate, raw ? b.d_erase : d_beta, b.d_write};
+  for (int n = 0; n < 3; ++n)
+    for (int i = 0; i < kBlock && t + i < count; ++i) out.scalar(to.dense[n], n, first + t + i, head, scalars[n][i]);
   const int padded_K = out.plan.padded_K;
   const bool through_norm = facts(p.rule).uses_norm;
   for (int i = 0; i < kBlock && t + i < count; ++i) {
-    const T gradients[] = {raw ? b.d_decay[i] : d_log_gate[i], raw ? b.d_erase[i] : d_beta[i], b.d_write[i]};
-    for (int n = 0; n < 3; ++n) out.scalar(to.dense[n], n, first + t + i, head, gradients[n]);
     out.value_row(first + t + i, head, b.dR + i * kRow<T>, s.scalars.write[t + i]);
     T *dq = s.dq + (t + i) * kRow<T>, *dk = s.dk + (t + i) * kRow<T>;
     const T *dq_block = b.dq + i * kRow<T>, *dk_block = b.dk + i * kRow<T>, *k = s.keys.k + (t + i) * kRow<T>;
