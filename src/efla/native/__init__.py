@@ -28,14 +28,14 @@ except ImportError as error:  # built without a compiler, or for another Python
 
 
 def missing() -> str | None:
-    """Why the kernels are not there, or ``None``."""
+    """Why the kernels are missing, or ``None``."""
     if kernels is None:
         return f"was not built ({_import_error}): install a C++20 compiler and reinstall efla"
     return None
 
 
 def _share_torch_threads() -> None:
-    """Let the kernels run on the OpenMP runtime that torch has loaded: a pool of their own would fight with it."""
+    """Run the kernels on the OpenMP runtime that torch has loaded. A second thread pool would compete with it."""
     folders = [Path(torch.__file__).parent / "lib", Path(torch.__file__).parent.parent / "torch.libs"]
     for pattern in ("libgomp*.so*", "libiomp5*", "libomp*"):
         for folder in folders:
@@ -46,12 +46,12 @@ def _share_torch_threads() -> None:
 
 
 def materialize(x: Tensor) -> Tensor:
-    """x in memory that says what x is: a view that negates its memory, or zeros that have none, become real numbers."""
+    """x as plain memory: clones views that negate their memory, and zeros that have none."""
     return x.clone() if x.is_neg() or x._is_zerotensor() else x
 
 
 def bind_torch(*, use_c_table: bool = True) -> None:
-    """Tell the module what a tensor is and how to ask torch; torch before 2.10 has no C table of its tensors."""
+    """Give the extension torch's tensor type and callables. torch before 2.10 has no C table of its tensors."""
     kernels.bind_torch(
         Tensor,
         Tensor.is_neg,
@@ -70,11 +70,11 @@ _MIB = 2**20
 
 
 def keep_freed_memory() -> bool:
-    """Tell glibc to keep up to 2 GiB of freed memory for the next allocation; false where there is no glibc.
+    """Tell glibc to keep up to 2 GiB of freed memory for the next allocation. Returns false without glibc.
 
-    By default it gives large freed blocks back to the system and asks for them again at once, and the system fills every
-    page with zeros again: a training step on tensors of tens of megabytes can lose a third of its time. For the
-    whole process, hence for commands and workers of ours only, never on import.
+    By default glibc returns large freed blocks to the system and requests them again, and the system fills every page with
+    zeros each time: a training step on tensors of tens of megabytes can lose a third of its time. The setting is for the
+    whole process, so only our own commands and workers call this, never an import.
     """
     if not sys.platform.startswith("linux"):
         return False

@@ -1,8 +1,8 @@
-"""The norms, the short convolution and the gate around a scan, on the CPU kernels where they pay, in torch elsewhere.
+"""The norms, the short convolution and the gate around a scan: CPU kernels where they are faster, torch elsewhere.
 
-Torch spends more time on these than the native scan takes: each is a chain of passes over memory with a gradient of as
-many again. The kernels make one pass forwards and one backwards, and keep nothing but the inputs. Compiled, traced or
-transformed code, other devices and small tensors take torch's operations, and so does a gradient of a gradient.
+In torch these take longer than the native scan, because each is a chain of passes over memory. The kernels make one pass
+forward and one backward, and save only the inputs. Compiled, traced or transformed code, other devices, small tensors and
+second derivatives use torch's operations.
 
 Shapes: R rows of width D; B batch, T tokens, C channels, W kernel width, N packed sequences.
 """
@@ -21,14 +21,14 @@ from torch.nn import functional
 from efla.native import DTYPES, kernels, materialize
 from efla.phi import forward_mode
 
-_SMALL = 8192  # elements below which torch's own operations cost as little
+_SMALL = 8192  # with fewer elements, torch's own operations are as fast
 _MAX_CONV_WIDTH = 16
 _switched_off = ContextVar("row_kernels_switched_off", default=False)
 
 
 @contextmanager
 def without_kernels() -> Iterator[None]:
-    """Torch's own operations while this is open: to see what the kernels bring."""
+    """Use torch's own operations inside this context, to measure what the kernels save."""
     token = _switched_off.set(True)
     try:
         yield
@@ -71,7 +71,7 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
 
 
 def wider(x: Tensor) -> torch.dtype:
-    """float32, or x's dtype if that is wider: what sums are taken in."""
+    """The dtype of sums: float32, or x's dtype if that is wider."""
     return torch.promote_types(x.dtype, torch.float32)
 
 
@@ -184,7 +184,7 @@ class _Gate(torch.autograd.Function):
 
 
 class _ConvInputs(NamedTuple):
-    """What both directions hand to the kernels, in their layout."""
+    """What both directions pass to the kernels, in their layout."""
 
     x: Tensor  # [B, T, C]
     weight: Tensor  # [W, C]

@@ -15,7 +15,7 @@ _RULES: dict[str, UpdateRule] = {}
 
 
 def register(rule: UpdateRule) -> UpdateRule:
-    """Make a rule known by its name, so that ``rule="its-name"`` finds it everywhere."""
+    """Register a rule, so that ``rule="its-name"`` finds it everywhere."""
     known = _RULES.get(rule.name)
     if known is not None and _origin(known) != _origin(rule):
         raise ValueError(f"a rule named {rule.name!r} is registered already ({known!r}); choose another name")
@@ -24,12 +24,12 @@ def register(rule: UpdateRule) -> UpdateRule:
 
 
 def _origin(rule: UpdateRule) -> tuple[str, str]:
-    """Where a rule's class stands; a cell of a notebook that is run again defines it anew in the same place."""
+    """Where a rule's class is defined. Running a notebook cell again defines it again in the same place."""
     return type(rule).__module__, type(rule).__qualname__
 
 
 def get(rule: str | UpdateRule) -> UpdateRule:
-    """The rule of that name; a rule object is returned as it is, so that an unregistered one can be used too."""
+    """The rule of that name. Rule objects are returned unchanged, so that unregistered rules can be used too."""
     if isinstance(rule, UpdateRule):
         return rule
     try:
@@ -39,7 +39,7 @@ def get(rule: str | UpdateRule) -> UpdateRule:
 
 
 def names() -> list[str]:
-    """Names of all rules, in the order of the design's table."""
+    """Names of all rules, in the order of their registration."""
     return list(_RULES)
 
 

@@ -82,7 +82,7 @@ class GatedExactFlowLog(UpdateRule):
         return StepCoefficients(
             log_decay=log_gate,
             erase=flow_integral(beta, lam),
-            # A gate of exactly 0 is an infinite rate, and a quotient of two of those is no number.
+            # A gate of exactly 0 is an infinite rate, and the quotient of two infinite rates is NaN.
             write=flow_integral(beta, lam, offset=(-log_gate).clamp(max=_LARGEST_RATE)),
         )
 

@@ -133,7 +133,7 @@ def _settings(request: ScanRequest | FusedRequest) -> tuple[int, bool, float]:
 def _forward(request: ScanRequest | FusedRequest, save: bool, in_place: bool = False) -> tuple[ScanResult, int]:
     inputs = _inputs(request)
     o = torch.empty(inputs.v.shape, dtype=inputs.v.dtype)
-    # A state in another dtype or layout has been copied: there is nothing to overwrite.
+    # A state of another dtype or layout was copied, so there is nothing to overwrite.
     in_place = in_place and request.initial_state is not None and inputs.initial_state is request.initial_state
     final_state = inputs.initial_state if in_place else request.new_state(request.num_sequences)
     assert final_state is not None
@@ -194,5 +194,6 @@ def _not_built(*arguments: object) -> None:
 if kernels is not None:
     check_rules(kernels.rule_facts)
 attend: Callable[..., tuple[Tensor, Tensor | None] | None] = _not_built if kernels is None else kernels.attend
-"""The whole call without Python, for plain inference on the CPU, or ``None``: then the general path runs it or says what is
-wrong. attend(q, k, v, beta, log_gate, rule, qk_l2norm, scale, initial_state, output_final_state, in_place, check_domain)"""
+"""One C++ call for plain inference on the CPU. Returns ``None`` where the general path must run it or report an error.
+
+attend(q, k, v, beta, log_gate, rule, qk_l2norm, scale, initial_state, output_final_state, in_place, check_domain)"""
