@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
+import torch
 
-from efla import cli
-from efla.bench import gate, models, scan
-from efla.bench.kernels import PLAIN
+from efla import EflaForCausalLM, cli, presets
+from efla.bench import BACKENDS, PLAIN, kernel_contenders, scan
+from efla.bench.models import efla_model, qwen_model
 from efla.bench.plot import plot_lengths
-from efla.experiments.smnist import bench as smnist
-from efla.experiments.smnist.speed import Stepper
+from efla.bench.train import llama_model
+from efla.native import rows
 from efla.runs import timing
 from efla.scans.backends import chunked, native
-
-TINY = scan.Size(1, 24, 1, 16)
 
 needs_native = pytest.mark.skipif(native.unavailable() is not None, reason=f"backend 'native' {native.unavailable()}")
 
@@ -49,37 +46,6 @@ def test_useful_work_is_six_k_v_a_token_and_head():
 
 
 @needs_native
-def test_every_suite_runs_and_the_command_writes_its_rows(monkeypatch, tmp_path, capsys):
-    monkeypatch.setattr(scan, "HEADLINE", [TINY] * 2)
-    monkeypatch.setattr(scan, "LENGTHS", [16, 32])
-    monkeypatch.setattr(scan, "DECODE_BATCHES", [1])
-    monkeypatch.setattr(scan, "SGEMM_SIZE", 16)
-    monkeypatch.setattr(scan, "SAMPLE_SECONDS", 0.0)
-    monkeypatch.setattr(gate, "check_contenders", lambda: None)
-    output, plot = tmp_path / "new" / "rows.json", tmp_path / "lengths.svg"
-    assert cli.main(["bench", "--rounds", "2", "--output", str(output), "--plot", str(plot)]) == 0
-    rows = json.loads(output.read_text())["rows"]
-    assert {row["contender"] for row in rows} >= {
-        "native",
-        "chunked",
-        "transformers",
-        "softmax attention",
-        "sgemm",
-        "efla",
-    }
-    assert all(
-        row["median"] > 0 and row["rounds"] == 2 for row in rows if not row["work"].startswith(("length", "decode"))
-    )
-    assert "<svg" in plot.read_text()
-    assert cli.main(["bench", "scan", "--suite", "decode", "--rounds", "2", "--output", str(output)]) == 0
-    assert "in place of those of 2" in capsys.readouterr().out, "rows are not replaced in silence"
-    assert cli.main(["bench", "scan", "--suite", "decode", "--plot", str(plot)]) == 1
-    assert "--plot draws the suite lengths" in capsys.readouterr().err
-    assert cli.main(["bench", "--rounds", "2"]) == 0
-    assert "forward+backward B1 T24 H1 D16" in capsys.readouterr().out
-
-
-@needs_native
 def test_a_wrong_backend_gets_no_numbers(monkeypatch, capsys):
     true_forward = chunked.forward
 
@@ -95,39 +61,40 @@ def test_a_wrong_backend_gets_no_numbers(monkeypatch, capsys):
 
 
 def test_a_plot_needs_no_more_than_rows(tmp_path):
-    rows = [
+    measured = [
         timing.Measurement(f"length, forward B1 T{length} H8 D64", "native", 1, 1e-3, 1e-3, 1e-3, 3)
         for length in (512, 1024)
     ]
-    plot_lengths(rows, tmp_path / "plot.png", "a machine")
+    plot_lengths(measured, tmp_path / "plot.png", "a machine")
     assert (tmp_path / "plot.png").stat().st_size > 1000
 
 
-@needs_native
-def test_models_are_compared_at_matched_size_and_their_state_is_what_the_formula_says(monkeypatch, capsys):
-    monkeypatch.setattr(models, "PREFILL_LENGTH", 16)
-    monkeypatch.setattr(models, "CONTEXTS", (20, 40))
-    monkeypatch.setattr(models, "HIDDEN", 64)
-    monkeypatch.setattr(models, "WIDTH", 16)
-    monkeypatch.setattr(models, "MLP", 96)
-    sizes = [sum(p.numel() for p in model.parameters()) for model in (models.efla_model(), models.transformers_model())]
+@pytest.mark.parametrize(("make", "arm"), [(qwen_model, "gated-delta"), (llama_model, "attention")])
+def test_models_of_transformers_match_ours_in_size(make, arm):
+    config = presets.arm(arm, "full")
+    sizes = [sum(p.numel() for p in model.parameters()) for model in (EflaForCausalLM(config), make(config))]
+    assert abs(sizes[1] / sizes[0] - 1) < 0.02
+
+
+def test_the_model_of_the_suites_has_the_size_of_its_peer():
+    ours = efla_model()
+    theirs = qwen_model(ours.config)
+    sizes = [sum(p.numel() for p in model.parameters()) for model in (ours, theirs)]
     assert abs(sizes[0] / sizes[1] - 1) < 0.02
-    measured = [m for suite in models.SUITES.values() for group in suite(1, 1) for m in group]
-    assert {m.contender for m in measured} >= {"transformers Qwen3.5", "efla after 20", "softmax after 40"}
-    assert "as the formula says" in capsys.readouterr().out
-
-
-def test_an_unknown_suite_is_named(capsys):
-    assert cli.main(["bench", "models", "--suite", "thruput"]) == 1
-    assert "known suites: throughput, contexts" in capsys.readouterr().err
 
 
 @needs_native
-def test_the_classifier_is_timed_in_images_per_second(monkeypatch, capsys):
-    monkeypatch.setattr(gate, "check_contenders", lambda: None)
-    monkeypatch.setattr(smnist, "MAIN_ARMS", ("exact-flow",))
-    monkeypatch.setattr(smnist, "Stepper", lambda backend, arm: Stepper(backend, arm, length=196, batch=2))
-    assert cli.main(["bench", "smnist", "--rounds", "2", "--json"]) == 0
-    rows = json.loads(capsys.readouterr().out)["rows"]
-    assert [row["contender"] for row in rows] == ["native", "chunked", PLAIN]
-    assert all(row["per_second"] == pytest.approx(2 / row["median"]) and 0 < row["scan_share"] < 1 for row in rows)
+def test_only_the_plain_contender_runs_without_the_compiled_kernels() -> None:
+    x = torch.randn(128, 128)
+    calls = {name: (lambda: rows.l2_norm(x, 1e-6)) for name in BACKENDS}
+    compiled = {contender.name: contender.call() is not None for contender in kernel_contenders(calls)}
+    assert compiled == {"native": True, "chunked": True, PLAIN: False}
+
+
+def test_a_training_step_returns_the_loss_and_clips() -> None:
+    weight = torch.nn.Linear(1, 1, bias=False)
+    torch.nn.init.ones_(weight.weight)
+    optimizer = torch.optim.SGD(weight.parameters(), lr=1.0)
+    step = timing.training_step(weight, optimizer, lambda: 10 * weight(torch.ones(1)).sum(), clip=0.5)
+    with torch.no_grad():
+        assert [step(), step()] == pytest.approx([10, 5], abs=1e-4)

@@ -1,1 +1,91 @@
-"""Measurements: ratios between contenders timed in turn in one process, never a time on its own."""
+"""Benchmarks of speed and memory. Contenders take turns in one process and are compared as ratios.
+
+A suite is a function of (threads, rounds) that yields one list of measurements per piece of work.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+from collections.abc import Callable, Iterator, Mapping
+
+import torch
+
+import efla
+from efla.native import rows
+from efla.runs import provenance
+from efla.runs.timing import Contender, Measurement
+from efla.scans.backends import native
+from efla.testing import assert_matches_oracle, make_inputs
+
+Suite = Callable[[int, int], Iterator[list[Measurement]]]
+
+PLAIN = "chunked, no compiled kernels"
+BACKENDS = {"native": "native", "chunked": "chunked", PLAIN: "chunked"}
+"""Backend of each contender. ``chunked`` uses the compiled norms, convolutions and gates too. ``PLAIN`` uses no compiled
+code, as on a machine where the extension was not built."""
+
+_PACKAGES = ("efla", "torch", "transformers", "numpy", "safetensors", "triton", "flash-linear-attention")
+
+
+def kernel_contenders(calls: Mapping[str, Callable[[], object]]) -> list[Contender]:
+    """One contender per name of ``BACKENDS``; the call of ``PLAIN`` runs without the compiled kernels."""
+    return [Contender(name, rows.without_kernels()(call) if name == PLAIN else call) for name, call in calls.items()]
+
+
+def sgemm(size: int) -> tuple[Contender, dict[str, float]]:
+    """The machine's float32 matrix product as a contender, and its flops by that contender's name."""
+    left, right = torch.randn(2, size, size)
+    return Contender("sgemm", lambda: left @ right), {"sgemm": 2.0 * size**3}
+
+
+def check_contenders() -> None:
+    """Compare every backend that is timed with the float64 oracle, at the widths that are timed.
+
+    Raises RuntimeError if a backend is missing or wrong, so that no speed of a wrong result is reported.
+    """
+    for backend in ("native", "chunked"):
+        reason = efla.backends()[backend]
+        if reason is not None:
+            raise RuntimeError(f"no benchmark without backend {backend!r}, which {reason}")
+        for rule in efla.rules.names():
+            for width in (64, 128):
+                inputs = make_inputs(
+                    rule, batch=1, length=130, key_heads=1, value_heads=1, key_dim=width, value_dim=width
+                )
+                try:
+                    assert_matches_oracle(inputs, backend)
+                except AssertionError as error:
+                    raise RuntimeError(
+                        f"backend {backend!r} is wrong for rule {rule!r} at width {width}, no speed is reported: {error}"
+                    ) from None
+
+
+def processor_name() -> str:
+    """The processor's own name and its instruction set."""
+    return f"{provenance.processor()} ({torch.backends.cpu.get_cpu_capability()})"
+
+
+def machine_facts() -> dict[str, str]:
+    """Versions, processor, threads and devices, as printable text."""
+    devices = ["cpu"]
+    if torch.cuda.is_available():
+        devices += [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    if torch.backends.mps.is_available():
+        devices.append("mps")
+    return {
+        **{name: _version(name) for name in _PACKAGES},
+        "python": f"{platform.python_version()} on {platform.system()} {platform.machine()}",
+        "threads": f"{torch.get_num_threads()} of {os.cpu_count()} processors",
+        "SIMD (torch)": torch.backends.cpu.get_cpu_capability(),
+        "SIMD (native)": native.simd_level(),
+        "devices": ", ".join(devices),
+    }
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed"

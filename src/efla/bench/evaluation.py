@@ -1,24 +1,23 @@
-"""HellaSwag scored from shared prefills against lm-evaluation-harness's plain path, same model, same items, same scores."""
+"""HellaSwag scored from shared prefills and by lm-evaluation-harness's plain path: same model, items and scores."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import torch
-
-import efla
+from efla.bench import Suite
+from efla.bench.models import random_model
 from efla.evaluation import ByteTokenizer, local_data
 from efla.runs.timing import Contender, Measurement, compare
 
 ITEMS = 48
 BATCH_TOKENS = 4096
 PLAIN_ROWS = (8, 16)
-"""Batch sizes of the plain path; all are timed, so that the ratio can be read against its best."""
+"""Batch sizes of the plain path; all are timed, so that the ratio to its best is known."""
 AGREEMENT = 1e-6
-"""Nats, with the model in float64: in float32 the plain path's own sum is off by more than 1e-4 beyond 1,000 nats."""
+"""Nats, with the model in float64. In float32 the plain path's own sum is off by more than 1e-4 above 1,000 nats."""
 
-# Name -> what the model is; bytes as tokens, then the paper's vocabulary size with bytes' ids, where logits weigh more.
+# Byte models, then one with byte ids but the paper's vocabulary size, where the logits cost more.
 MODELS: dict[str, dict[str, Any]] = {
     "efla, bytes": {"rule": "efla", "vocab_size": 256},
     "gated_efla, bytes": {"rule": "gated_efla", "vocab_size": 256},
@@ -26,26 +25,11 @@ MODELS: dict[str, dict[str, Any]] = {
     "efla, vocabulary 32,000": {"rule": "efla", "vocab_size": 32_000},
 }
 
-
-def build(**fields: Any) -> Any:
-    """A decoder of 4 layers of 256, randomly initialised."""
-    torch.manual_seed(0)
-    config = efla.EflaConfig(
-        hidden_size=256,
-        num_hidden_layers=4,
-        num_heads=4,
-        num_attention_heads=4,
-        intermediate_size=768,
-        bos_token_id=0,
-        eos_token_id=0,
-        pad_token_id=0,
-        **fields,
-    )
-    return efla.EflaForCausalLM(config).eval()
+SPECIAL_TOKENS = {"bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0}
 
 
 def hellaswag(threads: int, rounds: int) -> Iterator[list[Measurement]]:
-    """The first items of HellaSwag (needs EFLA_DATA) on each model: shared prefill first, then the plain path."""
+    """HellaSwag items (needs EFLA_DATA) on each model: shared prefill, then the plain path."""
     from efla.evaluation import harness_tasks
     from efla.evaluation.harness_model import HarnessModel
 
@@ -54,14 +38,14 @@ def hellaswag(threads: int, rounds: int) -> Iterator[list[Measurement]]:
         raise FileNotFoundError("the benchmark reads HellaSwag from a data folder: set EFLA_DATA")
     harness_tasks.require_lm_eval()
     with harness_tasks.quiet():
-        # The set starts with short captions and ends with long how-tos: items spread over all of it.
+        # The set starts with short captions and ends with long how-tos, so items are spread over all of it.
         total = len(local_data.records("hellaswag", data))
         chosen = sorted({round(i * (total - 1) / max(1, ITEMS - 1)) for i in range(ITEMS)})
         task = harness_tasks.load_task("hellaswag", data)
         task.build_all_requests(samples=chosen, rank=0, world_size=1)
         requests = list(task.instances)
     for name, fields in MODELS.items():
-        model = build(**fields)
+        model = random_model(hidden_size=256, intermediate_size=768, **SPECIAL_TOKENS, **fields).eval()
         tokenizer = ByteTokenizer()
         options: dict[str, Any] = {"max_length": 2048, "batch_tokens": BATCH_TOKENS}
         shared = HarnessModel(model, tokenizer, **options)
@@ -73,7 +57,7 @@ def hellaswag(threads: int, rounds: int) -> Iterator[list[Measurement]]:
         yield compare(work, contenders, threads=threads, rounds=rounds)
 
 
-SUITES: dict[str, Callable[[int, int], Iterator[list[Measurement]]]] = {"hellaswag": hellaswag}
+SUITES: dict[str, Suite] = {"hellaswag": hellaswag}
 
 
 def _call(lm: Any, requests: list[Any]) -> Callable[[], object]:
@@ -87,7 +71,7 @@ def _call(lm: Any, requests: list[Any]) -> Callable[[], object]:
 
 
 def _check(name: str, model: Any, shared: Any, plain: Any, requests: list[Any]) -> None:
-    """No speed is reported if a score differs, both computed in float64."""
+    """Raise RuntimeError if a score differs in float64, so that no speed is reported."""
     model.double()
     found, expected = _call(shared, requests)(), _call(plain, requests)()
     model.float()

@@ -1,4 +1,4 @@
-"""Whole models against transformers' own of the same size, and the cost of a token against the length of the context."""
+"""Whole models compared with transformers models of the same size, and the cost of a token at different context lengths."""
 
 from __future__ import annotations
 
@@ -8,11 +8,12 @@ from typing import Any
 import torch
 
 import efla
+from efla.bench import Suite
 from efla.integrations.transformers import accelerate_cpu
 from efla.models.accounting import state_bytes
-from efla.runs.timing import Contender, Measurement, compare
+from efla.runs.timing import Contender, Measurement, compare, training_step
 
-HIDDEN, LAYERS, HEADS, WIDTH, MLP, VOCABULARY = 512, 4, 4, 128, 1536, 1024
+HIDDEN, LAYERS, HEADS, MLP, VOCABULARY = 512, 4, 4, 1536, 1024
 PREFILL_LENGTH = 2048
 CONTEXTS = (1_000, 100_000)
 PREFILL_CHUNK = 4096
@@ -20,69 +21,72 @@ TRANSFORMERS = "transformers Qwen3.5"
 ACCELERATED = "the same, accelerate_cpu"
 
 
-def efla_model(rule: str = "gated_delta", mixers: list[str] | None = None) -> Any:
-    """Our decoder, randomly initialised: 4 layers of width 512."""
+def random_model(**fields: Any) -> Any:
+    """A randomly initialised EFLA decoder of 4 layers with 4 heads."""
     torch.manual_seed(0)
-    config = efla.EflaConfig(
+    config = efla.EflaConfig(num_hidden_layers=LAYERS, num_heads=HEADS, num_attention_heads=HEADS, **fields)
+    return efla.EflaForCausalLM(config)
+
+
+def efla_model(rule: str = "gated_delta", mixers: list[str] | None = None) -> Any:
+    """The decoder that is compared with transformers' at the same size."""
+    return random_model(
         vocab_size=VOCABULARY,
         hidden_size=HIDDEN,
-        num_hidden_layers=LAYERS,
-        num_heads=HEADS,
-        num_attention_heads=HEADS,
         intermediate_size=MLP,
         rule=rule,
         mixers=mixers,
         output_gate=True,
         max_position_embeddings=2 * max(CONTEXTS),
     )
-    return efla.EflaForCausalLM(config)
 
 
-def transformers_model() -> Any:
-    """Qwen3.5's text decoder of the same size, every layer a gated delta rule."""
+def qwen_model(config: Any) -> Any:
+    """Qwen3.5's text decoder at the size of our config, with the gated delta rule in every layer."""
     from transformers.models.qwen3_5.configuration_qwen3_5 import Qwen3_5TextConfig
     from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5ForCausalLM
 
-    torch.manual_seed(0)
-    config = Qwen3_5TextConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=HIDDEN,
-        num_hidden_layers=LAYERS,
-        intermediate_size=MLP,
-        num_attention_heads=HEADS,
-        num_key_value_heads=HEADS,
-        head_dim=WIDTH,
-        linear_num_key_heads=HEADS,
-        linear_num_value_heads=HEADS,
-        linear_key_head_dim=WIDTH,
-        linear_value_head_dim=WIDTH,
-        layer_types=["linear_attention"] * LAYERS,
+    heads, width = config.num_heads, config.head_dim
+    return Qwen3_5ForCausalLM(
+        Qwen3_5TextConfig(
+            vocab_size=config.vocab_size,
+            hidden_size=config.hidden_size,
+            num_hidden_layers=config.num_hidden_layers,
+            intermediate_size=config.intermediate_size,
+            num_attention_heads=heads,
+            num_key_value_heads=heads,
+            head_dim=width,
+            linear_num_key_heads=heads,
+            linear_num_value_heads=heads,
+            linear_key_head_dim=width,
+            linear_value_head_dim=width,
+            layer_types=["linear_attention"] * config.num_hidden_layers,
+            tie_word_embeddings=False,
+            pad_token_id=None,
+        )
     )
-    return Qwen3_5ForCausalLM(config)
+
+
+def parameter_counts(models: dict[str, Any]) -> str:
+    return ", ".join(f"{name} {sum(p.numel() for p in model.parameters()):,}" for name, model in models.items())
 
 
 def throughput(threads: int, rounds: int) -> Iterator[list[Measurement]]:
     """Prefill, and a training step with AdamW, at 2,048 tokens."""
-    models = {
-        "efla gated_delta": efla_model(),
-        "efla": efla_model("efla"),
-        TRANSFORMERS: transformers_model(),
-    }
+    models = {"efla gated_delta": efla_model(), "efla": efla_model("efla")}
+    torch.manual_seed(0)
+    models[TRANSFORMERS] = qwen_model(models["efla"].config)
     tokens = torch.randint(VOCABULARY, (1, PREFILL_LENGTH), generator=torch.Generator().manual_seed(0))
-    sizes = ", ".join(f"{name} {sum(p.numel() for p in model.parameters()):,}" for name, model in models.items())
-    calls = {name: _prefill_call(model, tokens) for name, model in models.items()}
-    calls[ACCELERATED] = _accelerated(calls[TRANSFORMERS])
-    prefill = [Contender(name, call) for name, call in calls.items()]
-    work = f"B1 T{PREFILL_LENGTH}, {LAYERS} layers of {HIDDEN} (parameters: {sizes})"
-    yield compare(f"prefill {work}", prefill, threads=threads, rounds=rounds)
-    calls = {name: _training_call(model, tokens) for name, model in models.items()}
-    calls[ACCELERATED] = _accelerated(calls[TRANSFORMERS])
-    training = [Contender(name, call) for name, call in calls.items()]
-    yield compare(f"training step {work}", training, threads=threads, rounds=rounds)
+    size = f"B1 T{PREFILL_LENGTH}, {LAYERS} layers of {HIDDEN} (parameters: {parameter_counts(models)})"
+    for work, make_call in (("prefill", _prefill_call), ("training step", _training_call)):
+        calls = {name: make_call(model, tokens) for name, model in models.items()}
+        calls[ACCELERATED] = _accelerated(calls[TRANSFORMERS])
+        contenders = [Contender(name, call) for name, call in calls.items()]
+        yield compare(f"{work} {size}", contenders, threads=threads, rounds=rounds)
 
 
 def contexts(threads: int, rounds: int) -> Iterator[list[Measurement]]:
-    """One decoded token after a short and after a long context: constant for a memory, growing for softmax attention."""
+    """One decoded token after a short and a long context: constant for linear attention, growing for softmax attention."""
     for name, mixers in (("efla", None), ("softmax", ["softmax"])):
         model = efla_model("efla", mixers).eval()
         contenders = []
@@ -95,7 +99,7 @@ def contexts(threads: int, rounds: int) -> Iterator[list[Measurement]]:
         yield compare(work, contenders, threads=threads, rounds=3 * rounds)
 
 
-SUITES: dict[str, Callable[[int, int], Iterator[list[Measurement]]]] = {"throughput": throughput, "contexts": contexts}
+SUITES: dict[str, Suite] = {"throughput": throughput, "contexts": contexts}
 
 
 def _prefill_call(model: Any, tokens: torch.Tensor) -> Callable[[], object]:
@@ -107,8 +111,6 @@ def _prefill_call(model: Any, tokens: torch.Tensor) -> Callable[[], object]:
 
 
 def _accelerated(call: Callable[[], object]) -> Callable[[], object]:
-    """The same call with transformers' functions replaced by ours while it runs."""
-
     def accelerated() -> object:
         with accelerate_cpu():
             return call()
@@ -118,31 +120,17 @@ def _accelerated(call: Callable[[], object]) -> Callable[[], object]:
 
 def _training_call(model: Any, tokens: torch.Tensor) -> Callable[[], object]:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
-
-    @torch.enable_grad()
-    def call() -> object:
-        model.train()
-        optimizer.zero_grad()
-        loss = model(tokens, labels=tokens, use_cache=False).loss
-        loss.backward()
-        optimizer.step()
-        return loss
-
-    return call
+    return training_step(model, optimizer, lambda: model(tokens, labels=tokens, use_cache=False).loss)
 
 
 def _decode_call(model: Any, cache: Any) -> Callable[[], object]:
     token = torch.tensor([[7]])
-
-    def call() -> object:
-        return model(token, past_key_values=cache, use_cache=True)
-
-    return call
+    return lambda: model(token, past_key_values=cache, use_cache=True)
 
 
 @torch.no_grad()
 def _prefilled_cache(model: Any, context: int) -> Any:
-    """The cache after really reading that many random tokens, in pieces."""
+    """The cache after ``context`` random tokens, read in chunks."""
     tokens = torch.randint(VOCABULARY, (1, context), generator=torch.Generator().manual_seed(0))
     cache = None
     for piece in tokens.split(PREFILL_CHUNK, dim=1):
@@ -152,7 +140,7 @@ def _prefilled_cache(model: Any, context: int) -> Any:
 
 @torch.no_grad()
 def _softmax_cache(model: Any, context: int) -> Any:
-    """A cache of that many random keys and values: reading them would take minutes and cost decoding nothing."""
+    """A cache of ``context`` random keys and values. Prefilling would take minutes; decoding costs the same either way."""
     cache = model(torch.tensor([[7]]), use_cache=True).past_key_values
     for layer in range(LAYERS):
         keys, values = torch.randn(2, 1, HEADS, context - 1, HIDDEN // HEADS)
@@ -161,7 +149,7 @@ def _softmax_cache(model: Any, context: int) -> Any:
 
 
 def _check_state_bytes(model: Any, cache: Any) -> None:
-    """The tensors of the cache hold exactly the bytes that the formula of :mod:`efla.models.accounting` says."""
+    """Check that the cache's tensors hold exactly the bytes that :mod:`efla.models.accounting` computes."""
     held = 0
     for layer in cache.layers:
         for states in (layer.conv_states, layer.recurrent_states):

@@ -1,4 +1,4 @@
-"""Cost against length of context, from a benchmark's rows alone."""
+"""Chart of the cost against the context length, from a benchmark's rows."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _STYLE = {
 
 
 def plot_lengths(measurements: list[Measurement], path: Path, machine: str) -> None:
-    """Milliseconds of one forward pass against T, one panel per head width; written as SVG or PNG by the ending."""
+    """Plot milliseconds of a forward pass against T, one panel per head width; the suffix of ``path`` sets the format."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -24,16 +24,12 @@ def plot_lengths(measurements: list[Measurement], path: Path, machine: str) -> N
 
     curves: dict[str, dict[str, list[tuple[int, float]]]] = defaultdict(lambda: defaultdict(list))
     for m in measurements:
-        if m.work.startswith("length, forward "):
-            if m.contender not in _STYLE:
-                continue
+        if m.work.startswith("length, forward ") and m.contender in _STYLE:
             _, length, _, width = m.work.removeprefix("length, forward ").split()
             curves[width][m.contender].append((int(length[1:]), m.median * 1e3))
     figure, axes = pyplot.subplots(1, len(curves), figsize=(5.2 * len(curves), 4.2), sharey=True, squeeze=False)
-    for axis, (width, contenders) in zip(
-        axes[0], sorted(curves.items(), key=lambda item: int(item[0][1:])), strict=True
-    ):
-        for name, points in contenders.items():
+    for axis, width in zip(axes[0], sorted(curves, key=lambda width: int(width[1:])), strict=True):
+        for name, points in curves[width].items():
             colour, label = _STYLE[name]
             axis.plot(*zip(*sorted(points), strict=True), "o-", color=colour, label=label, markersize=4, linewidth=1.6)
         axis.set_xscale("log", base=2)

@@ -1,4 +1,4 @@
-"""A training step of the CPU protocol's full model against transformers' models of its size, and what surrounds it."""
+"""A training step of the full-profile model compared with transformers models of its size, and the overhead around it."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import json
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +14,17 @@ import torch
 from rich.console import Console
 
 from efla import EflaForCausalLM
+from efla.bench import Suite, sgemm
+from efla.bench.models import parameter_counts, qwen_model
 from efla.data import corpora
 from efla.data.prepare import PrepareConfig, prepare
 from efla.models import presets
 from efla.models.accounting import flops_per_token
-from efla.runs.timing import Contender, Measurement, compare
+from efla.runs.timing import Contender, Measurement, compare, training_step
 from efla.train import loop, recipes
 from efla.train.config import TrainConfig
-from efla.train.optimizer import build_optimizer
+from efla.train.engine import Engine
+from efla.train.optimizer import build_optimizer, set_rate
 from efla.train.step import num_labels, row_loss, train_step
 
 ROWS, LENGTH, PROFILE = 8, 512, "full"
@@ -29,33 +33,36 @@ LOOP_STEPS = 8
 PREPARE_MEGABYTES = 32
 
 
+# Contender -> the arm whose size and flops it has. Useful work is three forward passes, whose scan counts 6 K V flops per
+# token and head; a softmax model has a count of its own.
+ARMS = {
+    "efla": "exact-flow",
+    "efla on chunked": "exact-flow",
+    "gated delta": "gated-delta",
+    "transformers Qwen3.5 (gated delta)": "gated-delta",
+    "transformers Llama (softmax)": "attention",
+}
+
+
 def step(threads: int, rounds: int) -> Iterator[list[Measurement]]:
-    """One AdamW step on 8 rows of 512 bytes: our arms, our arm on plain torch, transformers' models, and sgemm."""
+    """One AdamW step on 8 rows of 512 bytes: our arms, one of them on plain torch, transformers models, and sgemm."""
     torch.manual_seed(0)
     models: dict[str, Any] = {
         "efla": EflaForCausalLM(presets.arm("exact-flow", PROFILE)),
         "efla on chunked": EflaForCausalLM(presets.arm("exact-flow", PROFILE, backend="chunked")),
         "gated delta": EflaForCausalLM(presets.arm("gated-delta", PROFILE)),
-        "transformers Qwen3.5 (gated delta)": gated_delta_of_transformers(),
-        "transformers Llama (softmax)": softmax_of_transformers(),
+        "transformers Qwen3.5 (gated delta)": qwen_model(presets.arm("gated-delta", PROFILE)),
+        "transformers Llama (softmax)": llama_model(presets.arm("attention", PROFILE)),
     }
-    rows = torch.randint(1, 256, (ROWS, LENGTH), generator=torch.Generator().manual_seed(0))
+    rows = _random_rows()
     contenders = [Contender(name, _step_call(model, rows)) for name, model in models.items()]
-    a = torch.randn(SGEMM_SIZE, SGEMM_SIZE)
-    contenders.append(Contender("sgemm", lambda: a @ a))
-    # Useful work: three times the forward pass, whose scan counts 6 K V a token and head; the same for every contender
-    # would be unfair to a softmax model, whose own count is used.
-    flops = {
-        "efla": _flops("exact-flow"),
-        "efla on chunked": _flops("exact-flow"),
-        "gated delta": _flops("gated-delta"),
-        "transformers Qwen3.5 (gated delta)": _flops("gated-delta"),
-        "transformers Llama (softmax)": _flops("attention"),
-        "sgemm": 2.0 * SGEMM_SIZE**3,
+    product, flops = sgemm(SGEMM_SIZE)
+    flops |= {
+        name: 3.0 * flops_per_token(presets.arm(arm, PROFILE), LENGTH // 2) * ROWS * LENGTH
+        for name, arm in ARMS.items()
     }
-    sizes = ", ".join(f"{name} {sum(p.numel() for p in model.parameters()):,}" for name, model in models.items())
-    work = f"training step, {ROWS} rows of {LENGTH} bytes (parameters: {sizes})"
-    measured = compare(work, contenders, threads=threads, rounds=rounds, flops_of=flops)
+    work = f"training step, {ROWS} rows of {LENGTH} bytes (parameters: {parameter_counts(models)})"
+    measured = compare(work, [*contenders, product], threads=threads, rounds=rounds, flops_of=flops)
     for m in measured:
         if m.contender != "sgemm":
             print(f"{m.contender}: {ROWS * LENGTH / m.median:,.0f} tokens/s")
@@ -63,7 +70,7 @@ def step(threads: int, rounds: int) -> Iterator[list[Measurement]]:
 
 
 def surroundings(threads: int, rounds: int) -> Iterator[list[Measurement]]:
-    """The same steps bare, with clipping and AdamW, and in the loop with its data, metrics and display."""
+    """Forward and backward alone, with clipping and AdamW, and in the training loop with data, metrics and display."""
     config = recipes.get(f"exact-flow-{PROFILE}")
     config = TrainConfig(
         model=config.model,
@@ -71,12 +78,12 @@ def surroundings(threads: int, rounds: int) -> Iterator[list[Measurement]]:
         optimizer=replace(config.optimizer, steps=1_000_000),
         watch=replace(config.watch, save_every=0, validate_every=0, sample_tokens=0),
     )
-    rows = torch.randint(1, 256, (ROWS, LENGTH), generator=torch.Generator().manual_seed(0))
+    rows = _random_rows()
     bare, stepped = (EflaForCausalLM(config.model_config()) for _ in range(2))
     with tempfile.TemporaryDirectory() as folder:
         contenders = [
-            Contender("forward and backward", _times(LOOP_STEPS, _backward_call(bare, rows))),
-            Contender("with clipping and AdamW", _times(LOOP_STEPS, _step_call(stepped, rows))),
+            Contender("forward and backward", _repeat(_backward_call(bare, rows))),
+            Contender("with clipping and AdamW", _repeat(_step_call(stepped, rows))),
             Contender("the whole loop", _loop_call(config, Path(folder))),
         ]
         measured = compare(
@@ -110,81 +117,35 @@ def preparing(threads: int, rounds: int) -> Iterator[list[Measurement]]:
     yield measured
 
 
-SUITES: dict[str, Callable[[int, int], Iterator[list[Measurement]]]] = {
-    "step": step,
-    "surroundings": surroundings,
-    "preparing": preparing,
-}
+SUITES: dict[str, Suite] = {"step": step, "surroundings": surroundings, "preparing": preparing}
 
 
-def gated_delta_of_transformers() -> Any:
-    """Qwen3.5's text decoder, every layer a gated delta rule, at the size of our arm ``gated-delta``."""
-    from transformers.models.qwen3_5.configuration_qwen3_5 import Qwen3_5TextConfig
-    from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5ForCausalLM
-
-    arm: Any = presets.arm("gated-delta", PROFILE)
-    heads, width = arm.num_heads, arm.head_dim
-    config = Qwen3_5TextConfig(
-        vocab_size=arm.vocab_size,
-        hidden_size=arm.hidden_size,
-        num_hidden_layers=arm.num_hidden_layers,
-        intermediate_size=arm.intermediate_size,
-        num_attention_heads=heads,
-        num_key_value_heads=heads,
-        head_dim=width,
-        linear_num_key_heads=heads,
-        linear_num_value_heads=heads,
-        linear_key_head_dim=width,
-        linear_value_head_dim=width,
-        layer_types=["linear_attention"] * arm.num_hidden_layers,
-        tie_word_embeddings=False,
-        pad_token_id=None,
-    )
-    return Qwen3_5ForCausalLM(config)
-
-
-def softmax_of_transformers() -> Any:
-    """Llama at the size of our arm ``attention``."""
+def llama_model(config: Any) -> Any:
+    """Llama at the size of our config."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    arm: Any = presets.arm("attention", PROFILE)
-    config = LlamaConfig(
-        vocab_size=arm.vocab_size,
-        hidden_size=arm.hidden_size,
-        num_hidden_layers=arm.num_hidden_layers,
-        intermediate_size=arm.intermediate_size,
-        num_attention_heads=arm.num_attention_heads,
-        pad_token_id=None,
+    return LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=config.vocab_size,
+            hidden_size=config.hidden_size,
+            num_hidden_layers=config.num_hidden_layers,
+            intermediate_size=config.intermediate_size,
+            num_attention_heads=config.num_attention_heads,
+            pad_token_id=None,
+        )
     )
-    return LlamaForCausalLM(config)
 
 
-def _flops(arm: str) -> float:
-    return 3.0 * flops_per_token(presets.arm(arm, PROFILE), LENGTH // 2) * ROWS * LENGTH
+def _random_rows() -> torch.Tensor:
+    return torch.randint(1, 256, (ROWS, LENGTH), generator=torch.Generator().manual_seed(0))
 
 
 def _step_call(model: Any, rows: torch.Tensor) -> Callable[[], object]:
     optimizer = build_optimizer(model)
     if isinstance(model, EflaForCausalLM):
-
-        @torch.enable_grad()
-        def call() -> object:
-            return train_step(model, optimizer, [rows], rate=1e-4)
-    else:
-
-        @torch.enable_grad()
-        def call() -> object:
-            model.train()
-            optimizer.zero_grad(set_to_none=True)
-            loss = model(input_ids=rows, labels=rows, use_cache=False).loss
-            loss.backward()
-            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            for group in optimizer.param_groups:
-                group["lr"] = 1e-4
-            optimizer.step()
-            return float(loss.detach())
-
-    return call
+        return torch.enable_grad()(partial(train_step, model, optimizer, [rows], rate=1e-4))
+    set_rate(optimizer, 1e-4)
+    return training_step(model, optimizer, lambda: model(input_ids=rows, labels=rows, use_cache=False).loss, clip=1.0)
 
 
 def _backward_call(model: Any, rows: torch.Tensor) -> Callable[[], object]:
@@ -192,30 +153,23 @@ def _backward_call(model: Any, rows: torch.Tensor) -> Callable[[], object]:
     def call() -> object:
         model.train()
         model.zero_grad(set_to_none=True)
-        row_loss(model, rows, num_labels(rows, None)).backward()
-        return None
+        return row_loss(model, rows, num_labels(rows, None)).backward()
 
     return call
 
 
 def _loop_call(config: TrainConfig, folder: Path) -> Callable[[], object]:
-    """``LOOP_STEPS`` more steps of a run, its metrics and display with it."""
-    from efla.train.engine import Engine
-
+    """``LOOP_STEPS`` more steps of a training run, with metrics and display."""
     run = loop.Run(config, folder, Engine.alone(), Console(quiet=True))
 
     @torch.enable_grad()
     def call() -> object:
         run.config = replace(config, watch=replace(config.watch, stop_after=run.step + LOOP_STEPS))
-        run.saved_at = run.step + LOOP_STEPS  # the loop alone: it ends without a checkpoint
+        run.saved_at = run.step + LOOP_STEPS  # so that no checkpoint is written
         return run.train()
 
     return call
 
 
-def _times(count: int, call: Callable[[], object]) -> Callable[[], object]:
-    def repeated() -> None:
-        for _ in range(count):
-            call()
-
-    return repeated
+def _repeat(call: Callable[[], object]) -> Callable[[], object]:
+    return lambda: [call() for _ in range(LOOP_STEPS)]

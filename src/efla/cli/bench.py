@@ -1,4 +1,4 @@
-"""``efla bench``: how fast the scan is, as ratios against its peers in the same process."""
+"""``efla bench``: speed as ratios to other implementations in the same process."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import datetime
 import importlib
 import json as json_format
 import sys
+from collections.abc import Callable
 from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Annotated, Literal
@@ -15,13 +16,12 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 
-from efla.cli.doctor import machine_facts
+from efla import bench as benchmarks
 from efla.errors import unknown_name
-from efla.runs import provenance
 from efla.runs.rows import write_atomically
 from efla.runs.timing import Measurement
 
-# Experiments own the benchmarks of their models.
+# The benchmarks of an experiment's model are in its folder.
 _MODULES = {name: f"efla.experiments.{name}.bench" for name in ("smnist", "mad")}
 
 
@@ -35,22 +35,21 @@ def bench(
     output: Path | None = None,
     plot: Path | None = None,
 ) -> int:
-    """Time efla against transformers, softmax attention and the machine's own sgemm, all in turn in one process.
+    """Compare the speed of efla, transformers, softmax attention and the machine's sgemm in one process.
 
-    Refuses to print a number if a backend is wrong. Nothing else should run meanwhile.
+    Prints no number if a backend is wrong. Run nothing else meanwhile.
 
     Args:
         what: The scan alone, whole models, training (a step, the loop, preparing text), a training step of the
             sequential MNIST classifier or of the MAD model, or the scoring of multiple-choice questions (needs EFLA_DATA).
         suite: Which parts to run, all by default. Scan: headline, rules, lengths, decode. Models: throughput, contexts.
             Train: step, surroundings, preparing. Smnist: training. Mad: step, scan. Evaluation: hellaswag.
-        threads: Threads for every contender; default is torch's own number.
+        threads: Threads for every contender; default is torch's number.
         rounds: How often each contender is timed; medians and quartiles are reported.
         json: Print rows as JSON instead of tables.
         output: Also write the rows to this JSON file.
-        plot: Also draw cost against length to this SVG or PNG file (needs the suite "lengths").
+        plot: Also plot cost against length to this SVG or PNG file (needs the suite "lengths").
     """
-    from efla.bench.gate import check_contenders
     from efla.bench.plot import plot_lengths
 
     suites = importlib.import_module(_MODULES.get(what, f"efla.bench.{what}")).SUITES
@@ -64,79 +63,72 @@ def bench(
     threads = torch.get_num_threads()
     console = Console(stderr=json)
     with console.status("checking every contender against the float64 oracle"):
-        check_contenders()
-    console.print(f"[green]correctness gate passed[/]; {processor_name()}, {threads} threads, float32 unless said")
+        benchmarks.check_contenders()
+    machine = benchmarks.processor_name()
+    console.print(f"[green]correctness check passed[/]; {machine}, {threads} threads, float32 unless noted")
     measurements: list[Measurement] = []
-    with redirect_stdout(sys.stderr if json else sys.stdout):  # a suite's remarks are not JSON
+    with redirect_stdout(sys.stderr if json else sys.stdout):  # what a suite prints is not JSON
         for name in suite or suites:
             for group in suites[name](threads, rounds):
                 measurements += group
                 if not json:
                     console.print(comparison_table(group))
     record = {
-        "machine": processor_name(),
-        "facts": machine_facts(),
+        "machine": machine,
+        "facts": benchmarks.machine_facts(),
         "threads": threads,
         "rounds": rounds,
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         "rows": [m.as_row() for m in measurements],
     }
+    text = json_format.dumps(record, indent=1)
     if json:
-        print(_dumps(record))
+        print(text)
     if output is not None:
         output.parent.mkdir(parents=True, exist_ok=True)
-        before = f" (in place of those of {_date(output)})" if output.exists() else ""
-        write_atomically(output, (_dumps(record) + "\n").encode())
+        before = f" (replacing those of {_date(output)})" if output.exists() else ""
+        write_atomically(output, f"{text}\n".encode())
         console.print(f"rows     {output}{before}", markup=False, soft_wrap=True)
     if plot is not None:
-        plot_lengths(measurements, plot, f"{processor_name()}, {threads} threads")
+        plot_lengths(measurements, plot, f"{machine}, {threads} threads")
     return 0
 
 
 def comparison_table(group: list[Measurement]) -> Table:
-    """One piece of work: each contender's time, spread and useful GFLOP/s, and how many times faster the first one is."""
-    table = Table("contender", "median", "quartiles", "ratio", title=group[0].work)
-    rates, scans = any(m.items for m in group), any(m.scan_share for m in group)
-    flops = any(m.gflops for m in group)
-    for wanted, names in ((flops, ("GFLOP/s", "of sgemm")), (rates, ("per second",)), (scans, ("in scans",))):
-        for name in names if wanted else ():
-            table.add_column(name)
+    """Time, spread and ratio to the first contender of one piece of work; rates where they were measured."""
     sgemm = next((m.gflops for m in group if m.contender == "sgemm"), None)
+
+    def gflops(m: Measurement) -> float | None:
+        return None if m.contender == "softmax attention" else m.gflops
+
+    def share_of_sgemm(m: Measurement) -> float | None:
+        rate = gflops(m)
+        return None if rate is None or sgemm is None or m.contender == "sgemm" else rate / sgemm
+
+    has_flops = any(m.gflops for m in group)
+    columns: dict[str, tuple[bool, Callable[[Measurement], float | None], str]] = {
+        "GFLOP/s": (has_flops, gflops, ".1f"),
+        "of sgemm": (has_flops, share_of_sgemm, ".2f"),
+        "per second": (any(m.items for m in group), lambda m: m.per_second, ",.0f"),
+        "in scans": (any(m.scan_share for m in group), lambda m: m.scan_share, ".0%"),
+    }
+    shown = {name: (value, style) for name, (is_shown, value, style) in columns.items() if is_shown}
+    table = Table("contender", "median", "quartiles", "ratio", *shown, title=group[0].work)
     for m in group:
-        gflops = None if m.contender == "softmax attention" else m.gflops
-        of_sgemm = None if gflops is None or sgemm is None or m.contender == "sgemm" else gflops / sgemm
-        table.add_row(
-            m.contender,
-            _time(m.median),
-            f"{_time(m.low)} - {_time(m.high)}",
-            "" if m.contender == "sgemm" else f"{m.median / group[0].median:.2f}x",
-            *([_number(gflops, ".1f"), _number(of_sgemm, ".2f")] if flops else []),
-            *([_number(m.per_second, ",.0f")] if rates else []),
-            *([_number(m.scan_share, ".0%")] if scans else []),
-        )
+        ratio = "" if m.contender == "sgemm" else f"{m.median / group[0].median:.2f}x"
+        values = [(value(m), style) for value, style in shown.values()]
+        numbers = ["" if number is None else format(number, style) for number, style in values]
+        table.add_row(m.contender, _time(m.median), f"{_time(m.low)} - {_time(m.high)}", ratio, *numbers)
     return table
 
 
-def processor_name() -> str:
-    """What the processor calls itself, with its instruction set."""
-    return f"{provenance.processor()} ({torch.backends.cpu.get_cpu_capability()})"
-
-
 def _date(file: Path) -> str:
-    """When a file of rows was written, as it says or as the disk does."""
+    """When a file of rows was written: its own date, or the file's time."""
     try:
         return str(json_format.loads(file.read_text())["date"])
     except (ValueError, KeyError, TypeError):
         return datetime.datetime.fromtimestamp(file.stat().st_mtime).isoformat(timespec="seconds")
 
 
-def _number(value: float | None, style: str) -> str:
-    return "" if value is None else format(value, style)
-
-
 def _time(seconds: float) -> str:
     return f"{seconds * 1e6:.1f} us" if seconds < 1e-3 else f"{seconds * 1e3:.2f} ms"
-
-
-def _dumps(record: object) -> str:
-    return json_format.dumps(record, indent=1)

@@ -1,26 +1,41 @@
-"""``efla gpu-check``: do the GPU kernels compile, fit, compute the right thing, and how fast are they?"""
+"""``efla gpu-check``: whether the GPU kernels compile, fit and compute the right result, and how fast they are."""
 
 from __future__ import annotations
 
 import json
 import os
 from collections import defaultdict
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Literal
+from typing import Literal, TypeVar
 
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from efla.bench.gpu import conformance, roofline, throughput
-from efla.bench.gpu.compile_kernels import CompiledKernel
-from efla.bench.gpu.processes import compile_kernels, count_traffic
-from efla.bench.gpu.targets import TARGETS, get_target
-from efla.bench.gpu.traffic import Traffic
-from efla.cli.doctor import machine_facts
+from efla.bench import machine_facts
+from efla.bench.gpu import conformance, throughput
+from efla.bench.gpu.compile import CompiledKernel, compile_kernels
+from efla.bench.gpu.target import TARGETS, get_target
+from efla.bench.gpu.traffic import BANDWIDTHS, Traffic, count_traffic
 from efla.errors import BackendUnavailable
 from efla.scans.backends.fla.requirements import missing
+
+T = TypeVar("T")
+_DETAILS = [
+    "target",
+    "width",
+    "operation",
+    "kernel",
+    "config",
+    "warps",
+    "stages",
+    "shared",
+    "registers",
+    "spilled",
+    "problem",
+]
 
 
 def gpu_check(
@@ -39,24 +54,24 @@ def gpu_check(
     details: bool = False,
     output: Path | None = None,
 ) -> int:
-    """Check the fla backend: what a GPU user runs first, and useful without a GPU too. Needs the extra 'gpu'.
+    """Check the fla backend. Run this first on a GPU; it is useful without one too. Needs the extra 'gpu'.
 
-    Compiles every kernel the backend would launch for GPUs that need not be there, and shows shared memory, registers, spills
-    and what does not fit; counts the bytes each rule moves. On a machine with a GPU it then holds every rule to the float64
+    Compiles every kernel the backend would launch, for GPUs that need not be present, and shows shared memory, registers,
+    spills and what does not fit; counts the bytes each rule moves. With a GPU it then compares every rule with the float64
     oracle and measures the throughput grid. The tables are Markdown: paste them into an issue.
 
     Exits with 1 if a kernel fits in no configuration, or a result is wrong.
 
     Args:
-        targets: What to compile for: sm_80 (A100), sm_90 (H100), sm_100 (B200), gfx942 (MI300X).
+        targets: GPUs to compile for: sm_80 (A100), sm_90 (H100), sm_100 (B200), gfx942 (MI300X).
         widths: Head widths, K = V.
-        dtype: The inputs' dtype when compiling.
-        packed: Compile for packed sequences with initial states, not for plain batches.
-        all_configs: Compile all configurations of the autotuner, not only until one fits: hours instead of minutes.
-        jobs: How many compilers run at a time.
-        steps: What to do; conformance and throughput need a GPU and are left out without one.
+        dtype: Dtype of the inputs when compiling.
+        packed: Compile for packed sequences with initial states instead of plain batches.
+        all_configs: Compile all configurations of the autotuner instead of stopping at the first that fits: takes hours.
+        jobs: Number of compilers that run at a time.
+        steps: What to do; conformance and throughput need a GPU and are skipped without one.
         details: Also list every compiled kernel.
-        output: Write everything to this JSON file too. An existing file is not overwritten.
+        output: Also write everything to this JSON file. An existing file is not overwritten.
     """
     console = Console(soft_wrap=True)
     if missing is not None:
@@ -71,7 +86,9 @@ def gpu_check(
     record: dict[str, object] = {"facts": facts}
     is_right = True
     if "compile" in steps:
-        kernels = _compile(console, targets, widths, dtype, packed, all_configs, jobs)
+        compiling = compile_kernels(targets, widths, dtype, packed=packed, all_configs=all_configs, jobs=jobs)
+        groups = _tracked(console, "compiling kernels", compiling, len(targets) * len(widths))
+        kernels = [k for *_, found in sorted(groups, key=lambda g: (targets.index(g[0]), g[1])) for k in found]
         record["kernels"] = [asdict(kernel) for kernel in kernels]
         is_right &= report_kernels(console, kernels, details)
     if "traffic" in steps:
@@ -81,10 +98,12 @@ def gpu_check(
         report_traffic(console, traffic)
     device = conformance.find_device()
     if device is None:
-        console.print("\nNo GPU here: conformance and throughput are left out.")
+        console.print("\nNo GPU here: conformance and throughput are skipped.")
     else:
         if "conformance" in steps:
-            results = _check_conformance(console, device, widths)
+            cases = conformance.cases(widths)
+            checking = (conformance.run_case(*case, device=device) for case in cases)
+            results = _tracked(console, "comparing with float64", checking, len(cases))
             record["conformance"] = [asdict(result) for result in results]
             is_right &= report_conformance(console, results)
         if "throughput" in steps and device == "cpu":
@@ -94,7 +113,7 @@ def gpu_check(
             record["throughput"] = [asdict(row) for row in grid]
             report_throughput(console, grid)
         elif "throughput" in steps:
-            console.print("\nNo throughput: a number from a wrong kernel would mean nothing.")
+            console.print("\nNo throughput: the speed of a wrong kernel means nothing.")
     if output is not None:
         output.parent.mkdir(parents=True, exist_ok=True)
         output.write_text(json.dumps(record, indent=1) + "\n")
@@ -102,35 +121,18 @@ def gpu_check(
     return 0 if is_right else 1
 
 
-def _compile(
-    console: Console,
-    targets: tuple[str, ...],
-    widths: tuple[int, ...],
-    dtype: str,
-    packed: bool,
-    all_configs: bool,
-    jobs: int,
-) -> list[CompiledKernel]:
-    kernels: list[CompiledKernel] = []
-    with _progress(console) as progress:
-        task = progress.add_task("compiling kernels", total=len(targets) * len(widths))
-        for _, _, found in compile_kernels(targets, widths, dtype, packed=packed, all_configs=all_configs, jobs=jobs):
-            kernels += found
-            progress.advance(task)
-    order = {target: place for place, target in enumerate(targets)}
-    return sorted(kernels, key=lambda kernel: (order[kernel.target], kernel.width))
-
-
 def report_kernels(console: Console, kernels: list[CompiledKernel], details: bool) -> bool:
-    """Print what the kernels use and what does not fit; whether each fits in some configuration."""
+    """Print what the kernels use and what does not fit; returns whether each fits in some configuration."""
     alternatives = defaultdict(list)
+    groups = defaultdict(list)
     for kernel in kernels:
         alternatives[kernel.target, kernel.width, kernel.launch].append(kernel)
+        groups[kernel.target, kernel.width].append(kernel)
     lost = [configs[0] for configs in alternatives.values() if all(config.problem for config in configs)]
-    rows = []
-    for target, width in dict.fromkeys((kernel.target, kernel.width) for kernel in kernels):
-        here = [kernel for kernel in kernels if (kernel.target, kernel.width) == (target, width)]
+    rows: list[list[object]] = []
+    for (target, width), here in groups.items():
         fitting = [kernel for kernel in here if kernel.problem is None]
+        worst = max(fitting, key=lambda kernel: kernel.spilled, default=None)
         rows.append(
             [
                 f"{target} ({TARGETS[target].example})",
@@ -138,24 +140,25 @@ def report_kernels(console: Console, kernels: list[CompiledKernel], details: boo
                 len(here),
                 f"{max((kernel.shared for kernel in fitting), default=0):,} of {TARGETS[target].shared_bytes:,}",
                 max((kernel.registers for kernel in fitting), default=0),
-                _most_spilled(fitting),
+                f"{worst.spilled:,} ({worst.kernel})" if worst is not None and worst.spilled else "0",
                 len(here) - len(fitting),
-                "no" if any((kernel.target, kernel.width) == (target, width) for kernel in lost) else "yes",
+                "no" if any(kernel in lost for kernel in here) else "yes",
             ]
         )
-    console.print("\n## Kernels compiled ahead of time\n")
-    print_table(
-        console,
-        "target,width,compiled,most shared memory,most registers,most spilled bytes,do not fit,every kernel fits",
-        rows,
-    )
+    columns = "target,width,compiled,most shared memory,most registers,most spilled bytes,do not fit,every kernel fits"
+    print_table(console, "Kernels compiled ahead of time", columns.split(","), rows)
     problems = [kernel for kernel in kernels if kernel.problem is not None]
     if problems:
-        console.print("\nConfigurations that do not fit; the autotuner passes over them:\n")
-        fields: list[list[object]] = [
-            [k.target, k.width, k.kernel, f"{k.config} warps {k.warps} stages {k.stages}", k.problem] for k in problems
-        ]
-        print_table(console, "target,width,kernel,configuration,why", fields)
+        console.print("\nConfigurations that do not fit; the autotuner skips them:\n")
+        print_table(
+            console,
+            None,
+            ["target", "width", "kernel", "configuration", "why"],
+            [
+                [k.target, k.width, k.kernel, f"{k.config} warps {k.warps} stages {k.stages}", k.problem]
+                for k in problems
+            ],
+        )
     for kernel in lost:
         console.print(
             f"[bold red]{kernel.kernel} of {kernel.operation} fits in no configuration "
@@ -163,99 +166,77 @@ def report_kernels(console: Console, kernels: list[CompiledKernel], details: boo
         )
     if details:
         console.print("\nEvery kernel:\n")
-        names = "target,width,operation,kernel,config,warps,stages,shared,registers,spilled,problem"
-        print_table(console, names, [[getattr(k, name) or "" for name in names.split(",")] for k in kernels])
+        rows = [[getattr(k, name) or "" for name in _DETAILS] for k in kernels]
+        print_table(console, None, _DETAILS, rows)
     return not lost
 
 
-def _most_spilled(kernels: list[CompiledKernel]) -> str:
-    worst = max(kernels, key=lambda kernel: kernel.spilled, default=None)
-    return "0" if worst is None or worst.spilled == 0 else f"{worst.spilled:,} ({worst.kernel})"
-
-
 def report_traffic(console: Console, traffic: list[Traffic]) -> None:
-    """Bytes and the roofline, each next to DeltaNet's."""
-    delta = {row.width: row for row in traffic if row.rule == "delta"}
-    rows = []
-    for row in traffic:
-        peers = delta[row.width]
-        bounds = [f"{roofline.tokens_per_second(row.training, gpu) / 1e6:.0f}" for gpu in roofline.GPUS]
-        rows.append(
-            [
-                row.rule,
-                row.width,
-                row.operation,
-                f"{row.forward_kernels:.0f} + {row.forward_around:.0f}",
-                f"{row.backward_kernels:.0f} + {row.backward_around:.0f}",
-                f"{row.training / peers.training:.2f}",
-                *bounds,
-            ]
-        )
-    console.print(
-        "\n## Bytes per token and head (kernels + torch operations around them), and the roofline in training\n"
-    )
-    names = [f"{gpu.name}, M tokens·heads/s at most" for gpu in roofline.GPUS]
-    print_table(console, ",".join(["rule", "width", "operation", "forward", "backward", "of DeltaNet's"]), rows, names)
-
-
-def _check_conformance(console: Console, device: str, widths: tuple[int, ...]) -> list[conformance.CaseResult]:
-    results = []
-    with _progress(console) as progress:
-        task = progress.add_task("comparing with float64", total=conformance.num_cases(widths))
-        for result in conformance.run_cases(device, widths):
-            results.append(result)
-            progress.advance(task)
-    return results
+    """Print bytes and throughput bounds, relative to DeltaNet."""
+    delta = {row.width: row.training for row in traffic if row.rule == "delta"}
+    rows: list[list[object]] = [
+        [
+            row.rule,
+            row.width,
+            row.operation,
+            f"{row.forward_kernels:.0f} + {row.forward_around:.0f}",
+            f"{row.backward_kernels:.0f} + {row.backward_around:.0f}",
+            f"{row.training / delta[row.width]:.2f}",
+            *(f"{row.training_bound(gpu) / 1e6:.0f}" for gpu in BANDWIDTHS),
+        ]
+        for row in traffic
+    ]
+    bounds = [f"{gpu}, M tokens·heads/s at most" for gpu in BANDWIDTHS]
+    title = "Bytes per token and head (kernels + torch operations around them), and the roofline in training"
+    print_table(console, title, ["rule", "width", "operation", "forward", "backward", "of DeltaNet's", *bounds], rows)
 
 
 def report_conformance(console: Console, results: list[conformance.CaseResult]) -> bool:
-    """Print each rule's worst case per dtype, and what failed; whether nothing did."""
-    grouped = defaultdict(list)
+    """Print each rule's worst case per dtype and every failure; returns whether there is none."""
+    groups = defaultdict(list)
     for result in results:
-        grouped[result.rule, result.dtype].append(result)
-    rows = []
-    for (rule, dtype), cases in grouped.items():
+        groups[result.rule, result.dtype].append(result)
+    rows: list[list[object]] = []
+    for (rule, dtype), cases in groups.items():
         ran = [case for case in cases if case.skipped is None]
         worst = max(ran, key=lambda case: case.error / case.budget if case.budget else 0.0, default=None)
-        described = (
-            ""
-            if worst is None
-            else f"{worst.worst} {worst.error:.1e} of {worst.budget:.1e} ({worst.shape}, {worst.width})"
-        )
-        rows.append(
-            [rule, dtype, len(ran), sum(case.problem is not None for case in ran), len(cases) - len(ran), described]
-        )
-    console.print("\n## Conformance with the float64 oracle\n")
-    print_table(console, "rule,dtype,cases,wrong,left out,worst error of its budget", rows)
+        described = worst and f"{worst.worst} {worst.error:.1e} of {worst.budget:.1e} ({worst.shape}, {worst.width})"
+        wrong = sum(case.problem is not None for case in ran)
+        rows.append([rule, dtype, len(ran), wrong, len(cases) - len(ran), described or ""])
+    columns = ["rule", "dtype", "cases", "wrong", "left out", "worst error of its budget"]
+    print_table(console, "Conformance with the float64 oracle", columns, rows)
     for reason in dict.fromkeys(result.skipped for result in results if result.skipped is not None):
         console.print(f"\nLeft out: the backend {reason}", markup=False)
-    wrong = [result for result in results if result.problem is not None]
-    for case in wrong:
+    failures = [result for result in results if result.problem is not None]
+    for case in failures:
         console.print(
             f"[bold red]WRONG[/] {case.rule}, {case.dtype}, {case.shape}, width {case.width}: {escape(str(case.problem))}"
         )
-    return not wrong
+    return not failures
 
 
-def report_throughput(console: Console, grid: list[throughput.Throughput]) -> None:
-    console.print("\n## Throughput in bfloat16, and relative to DeltaNet\n")
-    rows = [
+def report_throughput(console: Console, grid: list[throughput.RuleThroughput]) -> None:
+    columns = ["work", "width", "length", "rule", "M tokens/s", "of DeltaNet's"]
+    rows: list[list[object]] = [
         [row.work, row.width, row.length, row.rule, f"{row.million_tokens:.3g}", f"{row.against_delta:.2f}"]
         for row in grid
     ]
-    print_table(console, "work,width,length,rule,M tokens/s,of DeltaNet's", rows)
+    print_table(console, "Throughput in bfloat16, and relative to DeltaNet", columns, rows)
 
 
-def print_table(console: Console, names: str, rows: list[list[object]], more_names: list[str] | None = None) -> None:
-    """A Markdown table, which reads well in a terminal too."""
-    header = [*names.split(","), *(more_names or [])]
+def print_table(console: Console, title: str | None, columns: list[str], rows: Sequence[Sequence[object]]) -> None:
+    """Print a Markdown table, aligned so that it reads well in a terminal too."""
+    if title is not None:
+        console.print(f"\n## {title}\n")
     text = [[str(cell) for cell in row] for row in rows]
-    sizes = [max(map(len, column)) for column in zip(header, *text, strict=True)]
-    for row in (header, ["-" * size for size in sizes], *text):
+    sizes = [max(map(len, column)) for column in zip(columns, *text, strict=True)]
+    for row in (columns, ["-" * size for size in sizes], *text):
         cells = (cell.ljust(size) for cell, size in zip(row, sizes, strict=True))
         console.print(f"| {' | '.join(cells)} |", markup=False, highlight=False)
 
 
-def _progress(console: Console) -> Progress:
+def _tracked(console: Console, description: str, items: Iterable[T], total: int) -> list[T]:
+    """The items as a list, with a progress bar while they are computed."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    return Progress(*columns, console=console, transient=True)
+    with Progress(*columns, console=console, transient=True) as progress:
+        return list(progress.track(items, total=total, description=description))

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 
 import torch
+from torch import nn
 
 
 @dataclass(frozen=True)
@@ -112,3 +113,40 @@ def _repeated(contender: Contender, seconds: float) -> Contender:
     contender.call()
     needed = math.ceil(seconds / (time.perf_counter() - start))
     return replace(contender, repeats=max(contender.repeats, needed))
+
+
+def training_step(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    loss: Callable[[], torch.Tensor],
+    *,
+    clip: float | None = None,
+) -> Callable[[], float]:
+    """One training step as a callable for benchmarks: forward, backward, clipping, optimizer. A call returns the loss.
+
+    loss: runs the forward pass. clip: global gradient norm; ``None`` leaves gradients as they are.
+    """
+
+    @torch.enable_grad()
+    def step() -> float:
+        model.train()
+        optimizer.zero_grad(set_to_none=True)
+        value = loss()
+        value.backward()
+        if clip is not None:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
+        optimizer.step()
+        return float(value.detach())
+
+    return step
+
+
+def seconds_per_call(call: Callable[[], object], threads: int | None = None) -> float:
+    """The faster of two calls after one that is not counted, with that many torch threads."""
+    threads_before = torch.get_num_threads()
+    torch.set_num_threads(threads or threads_before)
+    try:
+        (times,) = samples_in_turn([Contender("", call)], 2).values()
+    finally:
+        torch.set_num_threads(threads_before)
+    return min(times)

@@ -9,11 +9,9 @@ import torch
 from rich.console import Console
 
 from efla import testing
-from efla.bench.gpu import conformance, roofline, throughput
-from efla.bench.gpu.compile_kernels import CompiledKernel
-from efla.bench.gpu.honest import honest_call
-from efla.bench.gpu.resources import Resources, parse_amdgcn, parse_cuobjdump
-from efla.bench.gpu.targets import TARGETS, get_target
+from efla.bench.gpu import conformance, run_module, throughput
+from efla.bench.gpu.compile import CompiledKernel, Resources, parse_amdgcn, parse_cuobjdump, requests
+from efla.bench.gpu.target import TARGETS, get_target
 from efla.bench.gpu.traffic import Traffic, total_bytes
 from efla.cli import gpu_check, main
 
@@ -71,28 +69,41 @@ def test_bytes_are_counted_once_per_tensor():
 
 
 def test_the_roofline_is_bandwidth_over_bytes(capsys):
-    a100 = roofline.GPUS[0]
-    assert roofline.tokens_per_second(20390.0, a100) == pytest.approx(1e8)
-    assert roofline.forward_flops(128) == 10 * 64 * 128 + 6 * 128 * 128
-    assert roofline.is_memory_bound(5000, roofline.forward_flops(128), a100)
-    assert not roofline.is_memory_bound(500, roofline.forward_flops(128), a100)
     rows = [Traffic(rule, "chunk_delta_rule", 128, 5000, 500, 10000, 500) for rule in ("delta", "efla")]
+    assert rows[0].training_bound("A100 80 GB SXM") == pytest.approx(2.039e12 / 16000)
     gpu_check.report_traffic(Console(soft_wrap=True), [rows[0], replace(rows[1], backward_around=4500.0)])
     assert "1.25" in capsys.readouterr().out
 
 
+def test_every_operation_is_compiled_in_training_and_in_decoding():
+    from efla.scans.backends.fla.operations import choose_operation
+
+    made = list(requests(64, torch.bfloat16, packed=False))
+    names = {choose_operation(request, differentiable).name for request, differentiable in made}
+    assert len(made) == 10
+    assert names >= {"chunk_simple_gla", "chunk_delta_rule", "chunk_gated_delta_rule", "chunk_comba"}
+    assert any(name.startswith("fused_recurrent") for name in names)
+    packed = [request for request, differentiable in requests(64, torch.float16, packed=True) if differentiable]
+    assert all(r.cu_seqlens.tolist() == [0, 128, 256] and r.initial_state.shape == (2, 4, 64, 64) for r in packed)
+
+
+def test_a_failing_process_is_reported_with_its_command():
+    with pytest.raises(RuntimeError, match=r"efla\.bench\.gpu\.compile no-target 64 bfloat16 failed"):
+        run_module("efla.bench.gpu.compile", "no-target", "64", "bfloat16")
+
+
 @pytest.mark.parametrize("rule", ["linear", "ssd", "efla", "gated_efla"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-def test_the_honest_kernel_is_the_recurrence_with_its_roundings(rule, dtype):
+def test_the_low_precision_reference_is_the_recurrence_with_its_roundings(rule, dtype):
     """Close to the oracle, or its budget would be a blank cheque; not exact in half precision, or it would be none."""
     for arguments in (
         {"packed": [1, 0, 70], "initial_state": True},
         {"length": 40, "value_heads": 4, "qk_l2norm": True},
     ):
         inputs = testing.make_inputs(rule, dtype=dtype, key_dim=8, value_dim=8, **arguments)
-        honest, expected = testing.run(inputs, honest_call), testing.oracle(inputs)
+        reference, expected = testing.run(inputs, testing.low_precision_reference), testing.oracle(inputs)
         unit = torch.finfo(dtype).eps
-        errors = {name: testing.deviation(honest[name], truth, truth).error for name, truth in expected.items()}
+        errors = {name: testing.deviation(reference[name], truth, truth).error for name, truth in expected.items()}
         assert max(errors.values()) < (60 if dtype == torch.float32 else 4) * unit
         assert dtype == torch.float32 or errors["grad_k"] > unit / 16
 

@@ -6,8 +6,9 @@ import importlib.util
 
 import pytest
 
-from efla.bench.gpu.processes import compile_kernels, count_traffic
-from efla.bench.gpu.targets import TARGETS
+from efla.bench.gpu.compile import compile_kernels
+from efla.bench.gpu.target import TARGETS
+from efla.bench.gpu.traffic import count_traffic
 from efla.cli import main
 
 IS_INSTALLED = all(importlib.util.find_spec(name) is not None for name in ("fla", "triton"))

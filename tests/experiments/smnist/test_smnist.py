@@ -343,7 +343,7 @@ def test_the_grids_are_those_of_the_protocol() -> None:
 
 
 def test_speed_is_measured_over_whole_steps_and_the_scan_is_a_part_of_it() -> None:
-    from efla.experiments.smnist.speed import Stepper
+    from efla.experiments.smnist.bench import Stepper
 
     step = Stepper("chunked", length=196, batch=4)
     losses = [step() for _ in range(3)]

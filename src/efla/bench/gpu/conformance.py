@@ -1,16 +1,17 @@
-"""The fla backend against the float64 oracle: every rule, shape, width and dtype, values and all gradients."""
+"""Conformance of the fla backend with the float64 oracle: every rule, shape, width and dtype, with all gradients."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
+from itertools import product
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from efla import rules, testing
-from efla.bench.gpu.honest import honest_call
 from efla.scans.backends import get_backend
 from efla.scans.backends.fla.requirements import interpreted
 from efla.scans.types import compute_dtype
@@ -29,7 +30,7 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 @dataclass(frozen=True)
 class CaseResult:
-    """One case: its worst tensor, or ``skipped``, why the backend does not take it."""
+    """One case: its worst tensor, or ``skipped``, why the backend does not support it."""
 
     rule: str
     shape: str
@@ -43,7 +44,7 @@ class CaseResult:
 
 
 def find_device() -> str | None:
-    """Where the backend's tensors live here: the GPU's device type, "cpu" in Triton's interpreter, or ``None``."""
+    """The device type of the GPU, "cpu" in Triton's interpreter, or ``None`` without either."""
     if interpreted():
         return "cpu"
     if torch.cuda.is_available():
@@ -57,18 +58,18 @@ def check_case(
     backend: str | Callable[[testing.ScanInputs], tuple[Tensor, Tensor]] = "fla",
     gradients: bool = True,
 ) -> dict[str, testing.Deviation]:
-    """Error and budget of the output, the final state and each gradient. The budget is that of :mod:`efla.bench.gpu.honest`."""
+    """Error and budget (from :func:`efla.testing.low_precision_reference`) of output, final state and each gradient."""
     actual = testing.run(inputs, backend, gradients=gradients)
-    honest = testing.run(inputs, honest_call, gradients=gradients)
+    reference = testing.run(inputs, testing.low_precision_reference, gradients=gradients)
     expected = testing.oracle(inputs, gradients=gradients)
     return {
-        name: testing.deviation(actual[name], truth, honest[name], precision=inputs.v.dtype)
+        name: testing.deviation(actual[name], truth, reference[name], precision=inputs.v.dtype)
         for name, truth in expected.items()
     }
 
 
 def self_check() -> None:
-    """A few cases on this machine's device, in some seconds; raises AssertionError with what is wrong."""
+    """Check a few cases on this machine's device in seconds; raises AssertionError if one is wrong."""
     device = find_device()
     assert device is not None, "there is no GPU"
     dtype = torch.float32 if interpreted() else torch.bfloat16
@@ -78,33 +79,23 @@ def self_check() -> None:
         assert not wrong, f"{rule}, {shape}: {wrong}"
 
 
-def num_cases(widths: tuple[int, ...] = WIDTHS) -> int:
-    return len(DTYPES) * len(widths) * len(rules.names()) * len(SHAPES)
+def cases(widths: tuple[int, ...] = WIDTHS) -> list[tuple[torch.dtype, int, str, str]]:
+    """(dtype, width, rule, shape) of every case."""
+    return list(product(DTYPES, widths, rules.names(), SHAPES))
 
 
-def run_cases(device: str, widths: tuple[int, ...] = WIDTHS) -> Iterator[CaseResult]:
-    """All cases on a device, one at a time."""
-    for dtype in DTYPES:
-        for width in widths:
-            for rule in rules.names():
-                for shape, arguments in SHAPES.items():
-                    yield _run_case(rule, shape, arguments, width, dtype, device)
-
-
-def _run_case(
-    rule: str, shape: str, arguments: dict[str, Any], width: int, dtype: torch.dtype, device: str
-) -> CaseResult:
-    case = {"rule": rule, "shape": shape, "width": width, "dtype": str(dtype).removeprefix("torch.")}
-    inputs = testing.make_inputs(rule, key_dim=width, value_dim=width, dtype=dtype, device=device, **arguments)
+def run_case(dtype: torch.dtype, width: int, rule: str, shape: str, *, device: str) -> CaseResult:
+    result = partial(CaseResult, rule, shape, width, str(dtype).removeprefix("torch."))
+    inputs = testing.make_inputs(rule, key_dim=width, value_dim=width, dtype=dtype, device=device, **SHAPES[shape])
     reason = get_backend("fla").supports(inputs.k, inputs.v, compute_dtype(inputs.k))
     if reason is not None:
-        return CaseResult(**case, skipped=reason)  # type: ignore[arg-type]
+        return result(skipped=reason)
     try:
         found = check_case(inputs, gradients=shape != "decoding")
     except Exception as failure:
-        # A kernel that does not even run is this case's result; the others are still to be tried.
-        return CaseResult(**case, problem=f"{type(failure).__name__}: {str(failure).strip()[:200]}")  # type: ignore[arg-type]
+        # A kernel that fails to run is a result too; the other cases still run.
+        return result(problem=f"{type(failure).__name__}: {str(failure).strip()[:200]}")
     worst = max(found, key=lambda name: found[name].error / found[name].budget + found[name].not_finite)
     problem = "; ".join(f"{name}: {deviation}" for name, deviation in found.items() if not deviation.is_within)
     error, budget, _ = found[worst]
-    return CaseResult(**case, worst=worst, error=error, budget=budget, problem=problem or None)  # type: ignore[arg-type]
+    return result(worst=worst, error=error, budget=budget, problem=problem or None)

@@ -1,10 +1,10 @@
-"""Bytes a call moves through a GPU's memory, counted launch by launch; run as a process of its own.
+"""Bytes that a call moves through GPU memory, counted per launch, and the throughput bound they imply.
 
     python -m efla.bench.gpu.traffic WIDTH
 
-prints one JSON object per rule: bytes per token and head, forwards and backwards. Every kernel the backend would launch is
-counted as reading and writing each of its tensors once, and so is every torch operation around them. Blocks that a kernel
-reads again are left to the cache, so that this is the least traffic these kernels can have.
+prints one JSON object per rule: bytes per token and head in the forward and the backward pass. Each kernel the backend
+would launch counts as reading and writing each of its tensors once, and so does each torch operation around it. Repeated
+reads are assumed to hit the cache, so this is the minimum traffic of these kernels.
 """
 
 from __future__ import annotations
@@ -20,15 +20,19 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from efla.bench.gpu.device import accept_cpu_tensors, install_driver
-from efla.bench.gpu.targets import TARGETS
+import efla
+from efla.bench.gpu import run_module
+from efla.bench.gpu.target import TARGETS, install_driver, replace_launches
+from efla.scans.backends import fla
 
 RULES = ("delta", "efla", "gated_delta", "gated_efla", "gated_efla_log", "ssd")
+BANDWIDTHS = {"A100 80 GB SXM": 2.039e12, "H100 80 GB SXM": 3.35e12}
+"""Published peak memory bandwidth of each GPU, in bytes per second."""
 
 
 @dataclass(frozen=True)
 class Traffic:
-    """Bytes per token and head of one rule: in the Triton kernels, and in the torch operations around them."""
+    """Bytes per token and head of one rule, in the Triton kernels and in the torch operations around them."""
 
     rule: str
     operation: str
@@ -46,9 +50,18 @@ class Traffic:
     def training(self) -> float:
         return self.forward + self.backward_kernels + self.backward_around
 
+    def training_bound(self, gpu: str) -> float:
+        """Tokens times heads per second in training if memory bandwidth were the only limit."""
+        return BANDWIDTHS[gpu] / self.training
+
+
+def count_traffic(widths: tuple[int, ...]) -> list[Traffic]:
+    """Bytes per token and head of each rule and width."""
+    return [Traffic(**row) for width in widths for row in run_module("efla.bench.gpu.traffic", str(width))]
+
 
 class _Counter(TorchDispatchMode):
-    """Counts the bytes of what torch operations read and write; views move nothing, fresh memory is counted when filled."""
+    """Counts the bytes that torch operations read and write. Views move nothing; new memory counts when it is filled."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -62,10 +75,10 @@ class _Counter(TorchDispatchMode):
             self.around += total_bytes([*tree_leaves((args, kwargs)), *tree_leaves(result)])
         return result
 
-    def take(self) -> tuple[int, int]:
-        taken = self.kernels, self.around
+    def pop(self) -> tuple[int, int]:
+        counts = self.kernels, self.around
         self.kernels = self.around = 0
-        return taken
+        return counts
 
 
 def total_bytes(values: Iterable[Any]) -> int:
@@ -75,9 +88,7 @@ def total_bytes(values: Iterable[Any]) -> int:
 
 
 def count(rule: str, width: int, counter: _Counter, *, length: int = 4096, heads: int = 4) -> Traffic:
-    """The traffic of one rule in bfloat16, by the public function, forwards and backwards, as in training."""
-    import efla
-
+    """Traffic of one rule in bfloat16: forward and backward pass of the public function, as in training."""
     q, k, v = (torch.zeros(1, length, heads, width, dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
     beta, log_gate = (torch.zeros(1, length, heads, requires_grad=True) for _ in range(2))
     update_rule = efla.rules.get(rule)
@@ -85,9 +96,9 @@ def count(rule: str, width: int, counter: _Counter, *, length: int = 4096, heads
         o, _ = efla.linear_attention(
             q, k, v, beta, log_gate if update_rule.needs_gate else None, rule=rule, backend="fla"
         )
-        forward = counter.take()
+        forward = counter.pop()
         o.backward(torch.zeros_like(o))
-        backward = counter.take()
+        backward = counter.pop()
     per_token = [x / (length * heads) for x in (*forward, *backward)]
     return Traffic(rule, _operation(rule), width, *per_token)
 
@@ -103,22 +114,19 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(1)
     install_driver(TARGETS["sm_90"])
-    from fla.ops.utils.cache import CachedAutotuner
-    from triton.runtime.autotuner import Autotuner
-    from triton.runtime.jit import JITFunction
-
     counter = _Counter()
 
-    def launch(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
+    def launch(function: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
         counter.kernels += total_bytes([*args, *kwargs.values()])
 
-    def tune(self: Any, *args: Any, **kwargs: Any) -> None:
-        self.nargs = dict(zip(self.arg_names, args, strict=False))
-        self.fn.run(*args, **kwargs, **self.prune_configs(kwargs)[0].all_kwargs())
+    def tune(tuner: Any, *args: Any, **kwargs: Any) -> None:
+        tuner.nargs = dict(zip(tuner.arg_names, args, strict=False))
+        tuner.fn.run(*args, **kwargs, **tuner.prune_configs(kwargs)[0].all_kwargs())
 
-    JITFunction.run = launch
-    Autotuner.run = CachedAutotuner.run = tune
-    accept_cpu_tensors()
+    replace_launches(launch, tune)
+    # The tensors are on the CPU; the backend treats them as if they were on the target.
+    fla.unavailable = lambda: None
+    fla.supports = lambda k, v, dtype: None
     for rule in RULES:
         print(json.dumps(asdict(count(rule, options.width, counter))), flush=True)
 

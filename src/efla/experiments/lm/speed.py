@@ -1,9 +1,9 @@
-"""How long cells will take, from a few training steps timed now."""
+"""Expected duration of cells, from a few training steps timed now."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 
@@ -12,6 +12,7 @@ from efla.experiments.experiment import Cell
 from efla.experiments.lm.config import LmConfig
 from efla.experiments.lm.measure import CHOICE_TASKS, POSITIONS
 from efla.experiments.lm.train import build, optimizer_of
+from efla.runs.timing import seconds_per_call
 from efla.train.engine import Engine
 from efla.train.step import train_step
 
@@ -21,17 +22,13 @@ _FORWARD = 0.32
 _WIKITEXT, _PASSAGE, _QUESTION, _PASSAGES = 1_290_000, 330, 500, 5_153
 
 
-def seconds_per_byte(config: LmConfig, arm: str) -> float:
-    """Time of a training step over its bytes, from the faster of two after one that is not counted."""
+def seconds_per_byte(config: LmConfig, arm: str, threads: int) -> float:
+    """Time of a training step over its bytes."""
     model = build(config, arm, 0)
     optimizer = optimizer_of(config, model)
     rows = torch.randint(1, 256, (config.rows, config.length), generator=torch.Generator().manual_seed(0))
-    times = []
-    for _ in range(3):
-        clock = time.perf_counter()
-        train_step(model, optimizer, [rows], rate=1e-4, engine=Engine.alone(config.device))
-        times.append(time.perf_counter() - clock)
-    return min(times[1:]) / config.bytes_per_step
+    step = partial(train_step, model, optimizer, [rows], rate=1e-4, engine=Engine.alone(config.device))
+    return seconds_per_call(step, threads) / config.bytes_per_step
 
 
 def scored_bytes(config: LmConfig, seed: int) -> float:
@@ -49,11 +46,9 @@ def scored_bytes(config: LmConfig, seed: int) -> float:
 
 
 def expected_seconds(config: LmConfig, cells: Sequence[Cell], threads: int) -> list[float]:
-    """Upper estimate for each cell; what an earlier run of it had done is not subtracted."""
-    threads_before = torch.get_num_threads()
-    torch.set_num_threads(threads)
-    pace = {arm: seconds_per_byte(config, arm) for arm in dict.fromkeys(cell.settings["arm"] for cell in cells)}
-    torch.set_num_threads(threads_before)
+    """Upper estimate for each cell; finished parts of an earlier run are not subtracted."""
+    arms = dict.fromkeys(cell.settings["arm"] for cell in cells)
+    pace = {arm: seconds_per_byte(config, arm, threads) for arm in arms}
     trained = config.steps * config.bytes_per_step
     return [
         pace[cell.settings["arm"]] * (trained + _FORWARD * scored_bytes(config, cell.settings["seed"]))

@@ -60,7 +60,7 @@ class Mad(Experiment[MadConfig]):
     def expected_seconds(self, cells: Sequence[Cell], threads: int) -> list[float] | None:
         if self.config.device.startswith("cuda") and not torch.cuda.is_available():
             return None  # the cells run elsewhere
-        from efla.experiments.mad.speed import expected_seconds
+        from efla.experiments.mad.bench import expected_seconds
 
         return expected_seconds(self.config, cells, threads)
 

