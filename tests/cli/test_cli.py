@@ -48,6 +48,33 @@ def test_an_unknown_command_offers_the_nearest(capsys):
     assert "did you mean 'doctor'" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("arguments", [["info", "no-such-thing"], ["prepare", "--output", "x", "--tokenizer", "bytes"]])
+def test_an_error_is_one_message_that_names_the_option_for_more(arguments, monkeypatch, capsys):
+    monkeypatch.delenv("EFLA_TRACEBACK", raising=False)
+    assert cli.main(arguments) == 1
+    shown = capsys.readouterr().err
+    assert shown.startswith(f"efla {arguments[0]}: ")
+    assert "run with --traceback for the full trace" in shown
+    assert "Traceback" not in shown
+
+
+@pytest.mark.parametrize(
+    ("arguments", "environment"),
+    [
+        (["--traceback", "info", "no-such-thing"], ""),
+        (["info", "--traceback", "no-such-thing"], "0"),
+        (["info", "no-such-thing", "--traceback"], ""),
+        (["info", "no-such-thing"], "1"),
+    ],
+)
+def test_the_full_trace_is_shown_when_asked_for(arguments, environment, monkeypatch, capsys):
+    monkeypatch.setenv("EFLA_TRACEBACK", environment)
+    assert cli.main(arguments) == 1
+    shown = capsys.readouterr().err
+    assert shown.startswith("Traceback")
+    assert "FileNotFoundError: 'no-such-thing' is neither" in shown
+
+
 def test_module_and_command_are_the_same(monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["efla", "--version"])
     with pytest.raises(SystemExit) as exit_info:

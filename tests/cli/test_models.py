@@ -10,9 +10,7 @@ import pytest
 import torch
 import tyro
 
-from efla.cli.convert import convert
-from efla.cli.generate import generate
-from efla.cli.info import info
+from efla.cli.models import convert, generate, info
 from efla.models.text import ByteCodec, TimedStreamer
 from tests.fresh import run_fresh
 from tests.models.tiny import HYBRID, tiny_model

@@ -1,17 +1,18 @@
-"""``efla train``: train a model by a recipe, here or under torchrun."""
+"""``efla train`` and ``efla prepare``: train a model by a recipe, here or under torchrun; tokenise text for it."""
 
 from __future__ import annotations
 
 import inspect
 import json as json_format
 import os
-import sys
+import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated
 
 import tyro
 
+from efla.data.prepare import PrepareConfig
 from efla.errors import refuse_ignored
 from efla.train import recipes
 from efla.train.config import TrainConfig
@@ -22,12 +23,12 @@ _DEFAULT = "tiny"
 
 @dataclass(frozen=True, kw_only=True)
 class TrainCommand:
-    """Train a model. With nothing given: 471,000 parameters on the bytes of Python's documentation, about a minute.
+    """Train a model. The default is 471,000 parameters on the bytes of Python's documentation, about a minute.
 
-    The same command again goes on from the last checkpoint of its output folder. SIGTERM saves and exits with code 75.
+    The same command resumes from the last checkpoint in its output folder. SIGTERM saves and exits with code 75.
     Many devices: torchrun --nproc-per-node N -m efla train ... --strategy ddp|fsdp|hsdp
 
-    Options of the recipe are shown with its values: efla train --recipe NAME --help
+    To see a recipe's options and values: efla train --recipe NAME --help
     """
 
     config: Annotated[TrainConfig, tyro.conf.arg(name="")] = field(default_factory=TrainConfig)
@@ -36,7 +37,7 @@ class TrainCommand:
     output: Path | None = None
     """Folder for checkpoints, metrics and the model; default runs/train-RECIPE."""
     dry_run: bool = False
-    """Print what would be run, what it is and what it would take, and stop."""
+    """Print the configuration, the size of the model and the estimated cost, and stop."""
     list_recipes: bool = False
     """Print the names of all recipes and stop."""
     json: bool = False
@@ -49,30 +50,24 @@ class TrainCommand:
     """With --dry-run: share of the device's peak that training is assumed to reach."""
 
 
-def main(arguments: list[str]) -> int:
-    """Read ``--recipe`` first, for its values are the defaults of all other options."""
-    name = _recipe_name(arguments)
-    if "--list-recipes" in arguments:
-        print("\n".join(recipes.names()))
-        return 0
-    default = TrainCommand(config=recipes.get(name), recipe=name)
-    command = tyro.cli(
-        TrainCommand,
-        prog="efla train",
-        args=arguments,
-        default=default,
-        description=inspect.cleandoc(TrainCommand.__doc__ or ""),
-        config=(tyro.conf.OmitArgPrefixes,),
-    )
-    return train(command)
-
-
-def train(command: TrainCommand) -> int:
-    """Run a command line that was read."""
+def train(arguments: list[str]) -> int:
+    """Parse ``--recipe`` first, because its values are the defaults of all other options; then train."""
     from rich.console import Console
 
     from efla.train.loop import MODEL, run
 
+    name = _recipe_name(arguments)
+    if "--list-recipes" in arguments:
+        print("\n".join(recipes.names()))
+        return 0
+    command = tyro.cli(
+        TrainCommand,
+        prog="efla train",
+        args=arguments,
+        default=TrainCommand(config=recipes.get(name), recipe=name),
+        description=inspect.cleandoc(TrainCommand.__doc__ or ""),
+        config=(tyro.conf.OmitArgPrefixes,),
+    )
     output = command.output or Path("runs") / f"train-{command.recipe}"
     if command.dry_run:
         return _dry_run(command, output)
@@ -131,5 +126,47 @@ def _is_main() -> bool:
     return os.environ.get("RANK", "0") == "0"
 
 
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+def prepare(
+    config: Annotated[
+        PrepareConfig, tyro.conf.arg(name=""), tyro.conf.OmitArgPrefixes, tyro.conf.PositionalRequiredArgs
+    ],
+    output: Path,
+    workers: int | None = None,
+) -> int:
+    """Tokenise text into packed, memory-mapped shards with checksums; then: efla train --data OUTPUT.
+
+    The same command resumes where it stopped, and leaves a finished folder as it is. The tokens do not depend on the number
+    of workers.
+
+    Args:
+        output: New folder for the shards.
+        workers: Tokenising processes; default one per core, and none besides this one for bytes.
+    """
+    from rich.console import Console
+    from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+    from efla.data import prepare as preparation
+
+    if workers is None:
+        workers = 1 if config.tokenizer == "bytes" else os.cpu_count() or 1
+    start = time.perf_counter()
+    shown = TextColumn(
+        "{task.fields[documents]:,} documents, {task.fields[tokens]:,} tokens, {task.fields[speed]:.1f} MB/s"
+    )
+    with Progress(SpinnerColumn(), shown, TimeElapsedColumn(), console=Console(stderr=True)) as progress:
+        task = progress.add_task("", documents=0, tokens=0, speed=0.0)
+
+        def watch(*, documents: int, tokens: int, text_bytes: int) -> None:
+            speed = text_bytes / 1e6 / (time.perf_counter() - start)
+            progress.update(task, documents=documents, tokens=tokens, speed=speed)
+
+        index = preparation.prepare(config, output, workers=workers, watch=watch)
+    for part, shards in (("training", index.train), ("validation", index.validation)):
+        tokens, documents = sum(s.tokens for s in shards), sum(s.documents for s in shards)
+        print(f"{part:<10}  {tokens:,} tokens, {documents:,} documents, {len(shards)} shards")
+    if index.tail:
+        print(f"            of which the last {index.tail:,} tokens are for validation")
+    if index.dropped:
+        print(f"            {index.dropped:,} NUL characters were removed: byte 0 marks documents")
+    print(f"vocabulary  {index.vocab_size:,} ({index.tokenizer}); then: efla train --data {output}")
+    return 0

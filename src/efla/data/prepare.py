@@ -39,19 +39,21 @@ _PIECE_DOCUMENTS = 2000
 
 @dataclass(frozen=True, kw_only=True)
 class PrepareConfig:
-    """What to tokenise and how; the tokens depend on nothing else.
-
-    sources: files, folders, or ``hf:owner/name`` for a data set of the Hugging Face hub (see :mod:`efla.data.hub`).
-    validation_share: of the documents, evenly by their number; where that is less than one, of the tokens at the end.
-    shard_tokens: a shard is closed with the document that reaches this many. max_tokens: stop there (0: read all).
-    """
+    """What to tokenise and how; the tokens depend on nothing else."""
 
     sources: tuple[str, ...]
+    """Files and folders of text (.txt, .jsonl, .parquet, .tar; .gz, .xz, .zst, .bz2), or hf:owner/name[:config][@split] for a
+    data set of the Hugging Face hub, which is streamed."""
     tokenizer: str = "bytes"
+    """bytes; mistral (the paper's); or a folder, tokenizer.json or hub name that transformers loads."""
     column: str = "text"
+    """Key of JSON lines, or column of a table, that holds the text."""
     validation_share: float = 0.005
+    """Share of the documents for validation, evenly spaced (of the tokens at the end, if it is less than one)."""
     shard_tokens: int = 1 << 26
+    """Tokens that end a shard, after the document that reaches them; a kill loses at most the open shards."""
     max_tokens: int = 0
+    """Stop after this many training tokens (0: read everything)."""
 
     def __post_init__(self) -> None:
         if not self.sources:

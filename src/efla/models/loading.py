@@ -8,9 +8,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from efla.models.tokenizer import ByteTokenizer
+
+if TYPE_CHECKING:
+    from efla.models.configuration_efla import EflaConfig
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "tekken.json")
 
@@ -63,6 +66,27 @@ def weights_folder(source: str) -> str:
     if (inner / "config.json").is_file() and not any(Path(source).glob("*.safetensors")):
         return str(inner)
     return source
+
+
+def load_config(model: str) -> EflaConfig:
+    """The configuration of a preset, a folder or a hub name."""
+    from efla.models import presets
+    from efla.models.configuration_efla import EflaConfig
+
+    if model in presets.names():
+        return presets.get(model)
+    path = Path(model)
+    if path.is_dir() and not (path / "config.json").is_file():
+        raise FileNotFoundError(f"{model} has no config.json; give a folder written by save_pretrained or efla train")
+    if not path.is_dir() and (path.is_absolute() or model.startswith(".") or model.count("/") != 1):
+        raise FileNotFoundError(
+            f"{model!r} is neither a folder, a hub name (owner/name) nor a preset; presets: {', '.join(presets.names())}"
+        )
+    values, _ = EflaConfig.get_config_dict(model)
+    kind = values.get("model_type")
+    if kind != "efla":
+        raise ValueError(f"{model} is a {kind!r} model; `efla convert` reads flash-linear-attention's into ours")
+    return EflaConfig.from_dict(values)
 
 
 def load_model(

@@ -247,7 +247,7 @@ def resolve_model(name: str, fields: dict[str, Any]) -> EflaConfig:
     if arm in presets.arms():
         return presets.arm(arm, profile or "quick", **fields)
     if (Path(name) / "config.json").is_file():
-        from efla.cli.info import load_config
+        from efla.models.loading import load_config
 
         values = load_config(name).to_dict()
         return type(load_config(name)).from_dict({**values, **fields})

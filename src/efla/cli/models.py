@@ -1,0 +1,167 @@
+"""``efla info``, ``efla generate`` and ``efla convert``: commands on one model."""
+
+from __future__ import annotations
+
+import json as json_format
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
+
+import tyro
+
+from efla.errors import refuse_ignored
+
+if TYPE_CHECKING:
+    from efla.models.configuration_efla import EflaConfig
+
+
+def info(model: Annotated[str, tyro.conf.Positional], context: int = 2048, json: bool = False) -> int:
+    """Print a model's mixers, sizes, parameters, state per sequence and operations per token.
+
+    Args:
+        model: A folder with config.json, a name on the Hugging Face hub, or a preset (efla.presets.names()).
+        context: Number of previous tokens, for the operations and memory of softmax layers.
+        json: Print JSON instead of a table.
+    """
+    from efla.models.loading import load_config
+
+    facts = describe(load_config(model), context)
+    if json:
+        print(json_format.dumps({"model": model, **facts}, indent=2))
+        return 0
+    width = max(map(len, facts))
+    for name, value in facts.items():
+        shown = f"{value:,}" if isinstance(value, int) else value
+        print(f"{name.replace('_', ' '):<{width}}  {shown}")
+    return 0
+
+
+def describe(config: EflaConfig, context: int) -> dict[str, Any]:
+    """Facts about a configuration, in the order in which they are printed."""
+    from efla.models import accounting
+
+    mixers = cast("list[str]", config.mixers)
+    facts: dict[str, Any] = {
+        "mixers": ", ".join(f"{name} x {count}" for name, count in Counter(mixers).items()),
+        "hidden_size": config.hidden_size,
+        "layers": config.num_hidden_layers,
+    }
+    if any(mixer not in ("softmax", "mamba2") for mixer in mixers):
+        facts["heads"] = f"{config.num_heads} (keys {config.head_dim}, values {config.value_head_dim} wide)"
+    if "softmax" in mixers:
+        facts["attention_heads"] = f"{config.num_attention_heads} ({config.attention_head_dim} wide)"
+    parameters = accounting.count_parameters(config)
+    embeddings = config.vocab_size * config.hidden_size * (1 if config.tie_word_embeddings else 2)
+    facts |= {
+        "mlp_width": config.intermediate_size or 0,
+        "vocabulary": config.vocab_size,
+        "parameters": parameters,
+        "parameters_without_embeddings": parameters - embeddings,
+        "state_bytes_per_sequence": accounting.state_bytes(config),
+        "cache_bytes_per_token": accounting.cache_bytes_per_token(config),
+        f"flops_per_token_after_{context}": accounting.flops_per_token(config, context),
+    }
+    return facts
+
+
+def generate(
+    model: Annotated[str, tyro.conf.Positional],
+    prompt: str,
+    max_new_tokens: int = 128,
+    temperature: float = 0.8,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    seed: int = 0,
+    tokenizer: str | None = None,
+    device: str = "cpu",
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto",
+) -> int:
+    """Continue a prompt. Text is printed as it is generated, then tokens per second (on stderr).
+
+    Args:
+        model: A folder written by save_pretrained or efla train, or a name on the Hugging Face hub.
+        prompt: Text to continue; "-" reads it from standard input.
+        max_new_tokens: Maximum number of new tokens.
+        temperature: 0 takes the most likely token, which small models soon repeat; above 0 samples.
+        top_k: Sample only among the k most likely tokens (0: among all).
+        top_p: Sample only among the most likely tokens of this total probability.
+        seed: Seed of the sampling.
+        tokenizer: Tokenizer folder or name, if the model's folder has none. A vocabulary of 256 is bytes.
+        device: Device to run on, such as cpu or cuda.
+        dtype: Precision of the weights; auto uses the checkpoint's.
+    """
+    import torch
+    from transformers.utils import logging
+
+    from efla.models import presets
+    from efla.models.loading import load_config
+    from efla.models.modeling_efla import EflaForCausalLM
+    from efla.models.text import TimedStreamer, as_batch, load_codec
+
+    if model in presets.names():
+        raise ValueError(f"{model!r} is a preset without weights; train it first: efla train --help")
+    if max_new_tokens < 1 or temperature < 0:
+        raise ValueError(
+            f"max_new_tokens must be at least 1 and temperature at least 0, got {max_new_tokens}, {temperature}"
+        )
+    refuse_ignored(
+        {"top-k": temperature == 0 and top_k != 0, "top-p": temperature == 0 and top_p != 1}, "at --temperature 0"
+    )
+    logging.disable_progress_bar()  # loading weights must not write into the text
+    config = load_config(model)
+    codec = load_codec(model, config, tokenizer)
+    network: Any = EflaForCausalLM.from_pretrained(model, dtype=dtype)
+    network.to(device).eval()
+    text = sys.stdin.read() if prompt == "-" else prompt
+    ids = as_batch(codec.encode(text), device)
+    if ids.shape[1] == 0:
+        raise ValueError("the prompt has no tokens; give some text")
+    streamer = TimedStreamer(codec, lambda piece: print(piece, end="", flush=True))
+    sampling = {"temperature": temperature, "top_k": top_k, "top_p": top_p} if temperature > 0 else {}
+    torch.manual_seed(seed)
+    print(text, end="", flush=True)
+    with torch.inference_mode():
+        network.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=max_new_tokens,
+            do_sample=temperature > 0,
+            streamer=streamer,
+            pad_token_id=config.pad_token_id if config.pad_token_id is not None else 0,
+            **sampling,
+        )
+    print()
+    print(_rates(ids.shape[1], streamer.times), file=sys.stderr)
+    return 0
+
+
+def _rates(num_prompt: int, times: list[float]) -> str:
+    """Tokens per second of the prompt, up to the first new token, and of the other new tokens."""
+    num_new = len(times) - 1
+    line = f"prompt: {num_prompt} tokens"
+    if num_new >= 1:
+        line += f", {num_prompt / max(times[1] - times[0], 1e-9):,.0f} tokens/s"
+    line += f"; new: {num_new} tokens"
+    if num_new >= 2:
+        line += f", {(num_new - 1) / max(times[-1] - times[1], 1e-9):,.1f} tokens/s"
+    return line
+
+
+def convert(source: Annotated[Path, tyro.conf.Positional], target: Annotated[Path, tyro.conf.Positional]) -> int:
+    """Convert a checkpoint folder between flash-linear-attention and efla; the source's config.json sets the direction.
+
+    From flash-linear-attention (delta_net, gated_deltanet, mamba2, transformer; also transformers' mamba2) to efla, and from
+    efla to flash-linear-attention where it has a counterpart.
+
+    Args:
+        source: Folder with config.json and *.safetensors.
+        target: New folder for the result.
+    """
+    from efla.models.convert import convert_folder
+
+    config = convert_folder(source, target)
+    mixers = config.get("mixers")
+    layers = f", layers {', '.join(dict.fromkeys(mixers))}" if mixers else ""
+    print(f"{target}: model_type {config['model_type']}{layers}")
+    return 0
