@@ -23,6 +23,7 @@ from efla.errors import BackendUnavailable
 from efla.scans.backends.fla.requirements import missing
 
 T = TypeVar("T")
+Step = Literal["compile", "traffic", "conformance", "throughput"]
 _DETAILS = [
     "target",
     "width",
@@ -45,12 +46,7 @@ def gpu_check(
     packed: bool = False,
     all_configs: bool = False,
     jobs: int = max(1, (os.cpu_count() or 1) // 2),
-    steps: tuple[Literal["compile", "traffic", "conformance", "throughput"], ...] = (
-        "compile",
-        "traffic",
-        "conformance",
-        "throughput",
-    ),
+    steps: tuple[Step, ...] = ("compile", "traffic", "conformance", "throughput"),
     details: bool = False,
     output: Path | None = None,
 ) -> int:

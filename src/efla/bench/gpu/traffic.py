@@ -43,12 +43,8 @@ class Traffic:
     backward_around: float
 
     @property
-    def forward(self) -> float:
-        return self.forward_kernels + self.forward_around
-
-    @property
     def training(self) -> float:
-        return self.forward + self.backward_kernels + self.backward_around
+        return self.forward_kernels + self.forward_around + self.backward_kernels + self.backward_around
 
     def training_bound(self, gpu: str) -> float:
         """Tokens times heads per second in training if memory bandwidth were the only limit."""
