@@ -165,8 +165,8 @@ def prepare(
         tokens, documents = sum(s.tokens for s in shards), sum(s.documents for s in shards)
         print(f"{part:<10}  {tokens:,} tokens, {documents:,} documents, {len(shards)} shards")
     if index.tail:
-        print(f"            of which the last {index.tail:,} tokens are for validation")
+        print(f"            of which the last {index.tail:,} tokens are kept for validation")
     if index.dropped:
-        print(f"            {index.dropped:,} NUL characters were removed: byte 0 marks documents")
+        print(f"            {index.dropped:,} NUL characters were left out: byte 0 marks documents")
     print(f"vocabulary  {index.vocab_size:,} ({index.tokenizer}); then: efla train --data {output}")
     return 0
