@@ -27,8 +27,7 @@ from efla import rules
 from efla.errors import unknown_name
 from efla.scans.api import linear_attention
 from efla.scans.keys import l2_normalize
-from efla.scans.types import compute_dtype
-from efla.scans.varlen import sequence_borders
+from efla.scans.request import compute_dtype, sequence_boundaries
 
 __all__ = [
     "KINDS",
@@ -374,7 +373,7 @@ def low_precision_reference(inputs: ScanInputs) -> tuple[Tensor, Tensor]:
     v, log_decay, erase, write = (x.flatten(0, 1) for x in (v, log_decay, erase, write))
     scale = inputs.k.shape[3] ** -0.5
     outputs, finals = [], []
-    borders = sequence_borders(inputs.v.shape[0], inputs.v.shape[1], inputs.cu_seqlens)
+    borders = sequence_boundaries(inputs.v.shape[0], inputs.v.shape[1], inputs.cu_seqlens)
     for n, (start, end) in enumerate(pairwise(borders)):
         tokens = slice(start, end)
         decay = _accumulated(log_decay[tokens]).exp()[..., None]

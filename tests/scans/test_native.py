@@ -15,7 +15,7 @@ from efla.rules import UpdateRule
 from efla.rules.base import without_decay
 from efla.rules.exact_flow import ExactFlow
 from efla.scans.backends import native
-from efla.scans.fused_ops import fused_op
+from efla.scans.operators import fused_op
 from efla.testing import make_inputs, run
 from tests.fresh import run_fresh
 from tests.scans.cases import RULES, assert_all_match

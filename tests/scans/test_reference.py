@@ -7,7 +7,7 @@ import torch
 
 from efla import rules
 from efla.scans.backends import reference
-from efla.scans.types import ScanRequest
+from efla.scans.request import ScanRequest
 from efla.testing import make_inputs
 from tests.scans.cases import RULES
 

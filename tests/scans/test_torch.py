@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import efla
-from efla.scans.torch_ops import scan_op
+from efla.scans.operators import scan_op
 from efla.testing import make_inputs
 from tests.scans.cases import BACKENDS
 

@@ -20,7 +20,7 @@ from efla.bench.gpu.compile import CompiledKernel, compile_kernels
 from efla.bench.gpu.target import TARGETS, get_target
 from efla.bench.gpu.traffic import BANDWIDTHS, Traffic, count_traffic
 from efla.errors import BackendUnavailable
-from efla.scans.backends.fla.requirements import missing
+from efla.scans.backends.fla import missing
 
 T = TypeVar("T")
 Step = Literal["compile", "traffic", "conformance", "throughput"]

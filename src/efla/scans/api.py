@@ -10,11 +10,9 @@ from efla import rules
 from efla.rules import UpdateRule
 from efla.scans import validation
 from efla.scans.backends import choose_backend, fla, log_choice, native
-from efla.scans.fused_ops import run_fused
 from efla.scans.keys import l2_normalize, squared_norm
-from efla.scans.operators import needs_gradient
-from efla.scans.torch_ops import run_scan, without_autocast
-from efla.scans.types import Backend, FusedRequest, ScanRequest, compute_dtype
+from efla.scans.operators import needs_gradient, run_fused, run_scan, without_autocast
+from efla.scans.request import Backend, FusedRequest, ScanRequest, compute_dtype
 from efla.scans.validation import CHUNK_SIZES
 
 
@@ -43,7 +41,7 @@ def linear_attention(
     Returns o: [B, T, Hv, V] in v's dtype, and the final state [N, Hv, K, V] (``None`` unless ``output_final_state``).
 
     scale: default K**-0.5. initial_state: [N, Hv, K, V], float32 or wider, zero if absent.
-    cu_seqlens: [N + 1] borders of N sequences packed into one row (B = 1).
+    cu_seqlens: [N + 1] boundaries of N sequences packed into one row (B = 1).
     qk_l2norm: q / sqrt(q.q + 1e-6) and k likewise, inside the call. backend: see :func:`efla.backends`.
     inplace_state: the final state may overwrite initial_state, which saves a copy per decoded token; not with gradients.
     """

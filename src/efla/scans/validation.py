@@ -193,10 +193,10 @@ def _check_cu_seqlens(cu_seqlens: Tensor, k: Tensor) -> int:
     if k.shape[0] != 1:
         raise ValueError(f"with cu_seqlens the sequences are packed into one row: B must be 1, got {k.shape[0]}")
     if checks_values(cu_seqlens):
-        borders = cu_seqlens.tolist()
-        if borders[0] != 0 or borders[-1] != k.shape[1] or any(b < a for a, b in pairwise(borders)):
+        boundaries = cu_seqlens.tolist()
+        if boundaries[0] != 0 or boundaries[-1] != k.shape[1] or any(b < a for a, b in pairwise(boundaries)):
             raise ValueError(
-                f"cu_seqlens must start at 0, never decrease and end at T = {k.shape[1]}, got {_excerpt(borders)}"
+                f"cu_seqlens must start at 0, never decrease and end at T = {k.shape[1]}, got {_excerpt(boundaries)}"
             )
     return cu_seqlens.shape[0] - 1
 

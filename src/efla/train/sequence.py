@@ -29,7 +29,7 @@ import efla.scans.api as scans
 from efla import rules
 from efla.layers import LinearAttention, Mamba2, ShortConvolution, SoftmaxAttention
 from efla.scans.keys import l2_normalize, squared_norm
-from efla.scans.types import compute_dtype
+from efla.scans.request import compute_dtype
 
 
 class SequenceGroup:

@@ -11,8 +11,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import efla
 from efla.scans.backends import choose_backend, fla
-from efla.scans.backends.fla import operations, requirements
-from efla.scans.types import ScanRequest
+from efla.scans.backends.fla import operations
+from efla.scans.request import ScanRequest
 
 
 def gpu_tensors(dtype=torch.bfloat16, key_width=64, device="cuda"):
@@ -26,7 +26,7 @@ def gpu_machine(monkeypatch):
     """A machine with a GPU and flash-linear-attention, as far as the choice of a backend goes."""
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     monkeypatch.delenv("TRITON_F32_DEFAULT", raising=False)
-    monkeypatch.setattr(requirements, "missing", None)
+    monkeypatch.setattr(fla, "missing", None)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
 
 
@@ -37,7 +37,7 @@ def test_auto_prefers_it_on_a_gpu(device):
 
 
 def test_auto_takes_chunked_on_a_gpu_without_the_package(monkeypatch):
-    monkeypatch.setattr(requirements, "missing", "needs flash-linear-attention")
+    monkeypatch.setattr(fla, "missing", "needs flash-linear-attention")
     assert choose_backend("auto", *gpu_tensors(), torch.float32).name == "chunked"
 
 
@@ -76,7 +76,7 @@ def test_float32_is_taken_when_tf32_is_accepted_or_ruled_out(monkeypatch):
 
 @pytest.mark.parametrize(("version", "is_fine"), [("0.6.0", True), ("0.6.3", True), ("0.5.9", False), ("0.7.0", False)])
 def test_the_tested_versions(version, is_fine):
-    problem = requirements.version_problem(version)
+    problem = fla.version_problem(version)
     if is_fine:
         assert problem is None
     else:
@@ -85,13 +85,13 @@ def test_the_tested_versions(version, is_fine):
 
 
 def test_a_missing_package_is_named_with_the_extra_to_install(monkeypatch):
-    monkeypatch.setattr(requirements.importlib.util, "find_spec", lambda name: None)
-    assert "pip install 'efla[gpu]'" in requirements._missing()
+    monkeypatch.setattr(fla.importlib.util, "find_spec", lambda name: None)
+    assert "pip install 'efla[gpu]'" in fla._missing()
 
 
 def test_without_a_gpu_the_reason_is_that(monkeypatch):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    monkeypatch.setattr(requirements, "missing", None)
+    monkeypatch.setattr(fla, "missing", None)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.xpu, "is_available", lambda: False)
     assert "needs a CUDA, ROCm or XPU device" in efla.backends()["fla"]

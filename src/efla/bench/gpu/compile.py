@@ -27,7 +27,7 @@ import torch
 
 from efla.bench.gpu import run_module
 from efla.bench.gpu.target import Target, get_target, install_driver, replace_launches
-from efla.scans.types import ScanRequest
+from efla.scans.request import ScanRequest
 
 
 @dataclass(frozen=True)

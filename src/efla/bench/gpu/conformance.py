@@ -13,8 +13,8 @@ from torch import Tensor
 
 from efla import rules, testing
 from efla.scans.backends import get_backend
-from efla.scans.backends.fla.requirements import interpreted
-from efla.scans.types import compute_dtype
+from efla.scans.backends.fla import interpreted
+from efla.scans.request import compute_dtype
 
 # id -> arguments of efla.testing.make_inputs.
 SHAPES: dict[str, dict[str, Any]] = {

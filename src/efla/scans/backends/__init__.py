@@ -12,7 +12,7 @@ from torch import Tensor
 from efla.errors import BackendUnavailable, unknown_name
 from efla.phi import forward_mode
 from efla.scans.backends import chunked, fla, native, reference
-from efla.scans.types import Backend
+from efla.scans.request import Backend
 
 # In the order in which "auto" tries them; the oracle supports everything and is never chosen for speed.
 _BACKENDS = cast("dict[str, Backend]", {module.name: module for module in (native, fla, chunked, reference)})

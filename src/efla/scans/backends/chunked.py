@@ -16,14 +16,14 @@ Shapes: M chunks of a group, H value heads, C tokens, K and V widths.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 
 import torch
 from torch import Tensor
 
-from efla.scans.types import ScanGradients, ScanRequest, ScanResult
-from efla.scans.varlen import ChunkGroup, ChunkPlan, sequence_borders
+from efla.scans.request import ScanGradients, ScanRequest, ScanResult, sequence_boundaries
 
 name = "chunked"
 own_autograd = False
@@ -64,7 +64,7 @@ def forward(request: ScanRequest, save: bool) -> ScanResult:
         state.zero_()
     else:
         state.copy_(request.initial_state[plan.order])
-    borders = request.new_state(plan.num_chunks() if save else 0)
+    boundaries = request.new_state(plan.num_chunks() if save else 0)
     for group in _groups(plan, request):
         chunks = _Chunks.load(request, group)
         updates, weights = chunks.solve()
@@ -80,10 +80,10 @@ def forward(request: ScanRequest, save: bool) -> ScanResult:
         read = chunks.attention() @ written.masked_fill_(is_spoiled, 0)
         chunks.store(o, (request.scale * (chunks.q_from_start @ before + read)).masked_fill_(is_spoiled, torch.nan))
         if save:
-            borders[group.first_chunk : group.first_chunk + len(before)] = before
+            boundaries[group.first_chunk : group.first_chunk + len(before)] = before
     final = torch.empty_like(state)
     final[plan.order] = state
-    return ScanResult(o, final, borders.flatten())
+    return ScanResult(o, final, boundaries.flatten())
 
 
 def backward(request: ScanRequest, saved: Tensor, grad_o: Tensor, grad_final_state: Tensor | None) -> ScanGradients:
@@ -167,18 +167,93 @@ def _crossing_sums(passed: Tensor, started: Tensor, kept: Tensor, crossing: Tens
     return passed[..., None] + from_here + until_here + between
 
 
-def _plan(request: ScanRequest) -> ChunkPlan:
+def _plan(request: ScanRequest) -> _ChunkPlan:
     batch, length = request.k.shape[:2]
-    borders = sequence_borders(batch, length, request.cu_seqlens)
-    longest = max((end - start for start, end in pairwise(borders)), default=0)
+    boundaries = sequence_boundaries(batch, length, request.cu_seqlens)
+    longest = max((end - start for start, end in pairwise(boundaries)), default=0)
     # Short sequences need no long chunk; they are one chunk either way.
     chunk_size = _chunk_length(request.k, request.chunk_size)
-    return ChunkPlan.build(borders, min(chunk_size, max(16, 1 << max(longest - 1, 0).bit_length())))
+    return _ChunkPlan.build(boundaries, min(chunk_size, max(16, 1 << max(longest - 1, 0).bit_length())))
 
 
-def _groups(plan: ChunkPlan, request: ScanRequest):  # type: ignore[no-untyped-def]
+def _groups(plan: _ChunkPlan, request: ScanRequest) -> Iterator[_ChunkGroup]:
     max_chunks = max(1, _GROUP_ELEMENTS // (request.num_value_heads * plan.chunk_size**2))
     return plan.groups(max_chunks, request.k.device)
+
+
+@dataclass(frozen=True)
+class _ChunkGroup:
+    """Some consecutive steps of a plan: chunks in step-major order.
+
+    ``tokens`` [M, C] indexes the flattened token axis; entries where ``is_padding`` [M, C] are meaningless, and
+    ``real`` lists the others' places in it, flattened (both ``None`` if there is no padding).
+    ``num_active[i]`` chunks belong to the group's i-th step; they are those of the first sequences of the plan's order.
+    """
+
+    first_chunk: int
+    num_active: list[int]
+    tokens: Tensor
+    is_padding: Tensor | None
+    real: Tensor | None
+
+    def steps(self) -> Iterator[slice]:
+        """For each step, where its chunks stand in the group."""
+        start = 0
+        for count in self.num_active:
+            yield slice(start, start + count)
+            start += count
+
+
+@dataclass(frozen=True)
+class _ChunkPlan:
+    """A cut of N sequences into chunks of C tokens, ordered by (chunk number within the sequence, sequence).
+
+    Sequences are taken longest first, so that those still running at any step are a prefix of ``order``.
+    """
+
+    order: list[int]
+    starts: list[int]
+    lengths: list[int]
+    chunk_size: int
+
+    @classmethod
+    def build(cls, boundaries: list[int], chunk_size: int) -> _ChunkPlan:
+        lengths = [end - start for start, end in pairwise(boundaries)]
+        order = sorted(range(len(lengths)), key=lambda n: -lengths[n])
+        return cls(order, [boundaries[n] for n in order], [lengths[n] for n in order], chunk_size)
+
+    def num_chunks(self) -> int:
+        return sum(-(-length // self.chunk_size) for length in self.lengths)
+
+    def groups(self, max_chunks: int, device: torch.device) -> Iterator[_ChunkGroup]:
+        """Groups of consecutive steps with at most ``max_chunks`` chunks (at least one step) each."""
+        offsets = torch.arange(self.chunk_size)
+        longest = self.lengths[0] if self.lengths else 0
+        first_chunk, running, step = 0, len(self.lengths), 0
+        while step * self.chunk_size < longest:
+            num_active: list[int] = []
+            starts: list[int] = []
+            counts: list[int] = []
+            while step * self.chunk_size < longest:
+                position = step * self.chunk_size
+                while self.lengths[running - 1] <= position:
+                    running -= 1
+                if num_active and len(starts) + running > max_chunks:
+                    break
+                num_active.append(running)
+                starts += [start + position for start in self.starts[:running]]
+                counts += [min(length - position, self.chunk_size) for length in self.lengths[:running]]
+                step += 1
+            # Made on the host and sent over: nothing here waits for the device.
+            tokens = torch.tensor(starts)[:, None] + offsets
+            is_padding = real = None
+            if min(counts) < self.chunk_size:
+                is_padding = offsets >= torch.tensor(counts)[:, None]
+                tokens = torch.where(is_padding, tokens[:, :1], tokens)
+                real = torch.nonzero(~is_padding.flatten()).flatten().to(device)
+                is_padding = is_padding.to(device)
+            yield _ChunkGroup(first_chunk, num_active, tokens.to(device), is_padding, real)
+            first_chunk += len(starts)
 
 
 @dataclass
@@ -186,7 +261,7 @@ class _Chunks:
     """The inputs of one group of chunks, head-major and in the compute dtype, and what is derived from them."""
 
     request: ScanRequest
-    group: ChunkGroup
+    group: _ChunkGroup
     q: Tensor  # [M, H, C, K]
     k: Tensor  # [M, H, C, K]
     v: Tensor  # [M, H, C, V]
@@ -198,7 +273,7 @@ class _Chunks:
     pair_decay: Tensor | None  # [M, H, C, C], D, zero above the diagonal
 
     @classmethod
-    def load(cls, request: ScanRequest, group: ChunkGroup) -> _Chunks:
+    def load(cls, request: ScanRequest, group: _ChunkGroup) -> _Chunks:
         one = torch.ones((), dtype=request.compute_dtype, device=request.k.device)
         self = cls(request, group, one, one, one, one, None, one, one, one, None)
         repeats = request.num_value_heads // request.k.shape[2]

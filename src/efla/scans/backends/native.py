@@ -17,7 +17,7 @@ from efla import rules
 from efla.native import kernels, materialize, missing
 from efla.rules import UpdateRule
 from efla.scans import validation
-from efla.scans.types import FusedGradients, FusedRequest, ScanGradients, ScanRequest, ScanResult
+from efla.scans.request import FusedGradients, FusedRequest, ScanGradients, ScanRequest, ScanResult
 
 name = "native"
 own_autograd = False

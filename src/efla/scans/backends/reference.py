@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from efla.scans.types import ScanGradients, ScanRequest, ScanResult
-from efla.scans.varlen import sequence_borders
+from efla.scans.request import ScanGradients, ScanRequest, ScanResult, sequence_boundaries
 
 name = "reference"
 own_autograd = True
@@ -37,7 +36,7 @@ def forward(request: ScanRequest, save: bool = False) -> ScanResult:
     state is the one after the sequence's own last token.
     """
     batch, length = request.v.shape[:2]
-    lengths = [end - start for start, end in pairwise(sequence_borders(batch, length, request.cu_seqlens))]
+    lengths = [end - start for start, end in pairwise(sequence_boundaries(batch, length, request.cu_seqlens))]
     tokens = _widen(request)
     if request.cu_seqlens is not None:
         tokens = tuple(pad_sequence(list(x[0].split(lengths)), batch_first=True) for x in tokens)
@@ -81,8 +80,8 @@ def backward(request: ScanRequest, saved: Tensor, grad_o: Tensor, grad_final_sta
     d_log_decay, d_erase, d_write = (torch.zeros_like(x) for x in (log_decay, erase, write))
     d_initial = request.new_state(request.num_sequences)
     batch, length, num_heads, _ = v.shape
-    borders = sequence_borders(batch, length, request.cu_seqlens)
-    for n, (start, end) in enumerate(pairwise(borders)):
+    boundaries = sequence_boundaries(batch, length, request.cu_seqlens)
+    for n, (start, end) in enumerate(pairwise(boundaries)):
         zero = request.new_state().zero_()
         state = zero if request.initial_state is None else request.initial_state[n].to(v.dtype)
         before = []

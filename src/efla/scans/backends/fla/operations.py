@@ -7,14 +7,14 @@ v (write / erase) would be right forwards, but loses the gradient of a small era
 from __future__ import annotations
 
 import importlib
+import os
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from efla.scans.backends.fla.requirements import has_ieee_products
-from efla.scans.types import ScanRequest
+from efla.scans.request import ScanRequest
 
 # Up to this length the recurrent kernels beat the chunked ones, by flash-linear-attention's own choice in its layers.
 SHORT = 64
@@ -38,6 +38,11 @@ class Operation(NamedTuple):
         function: Callable[..., tuple[Tensor, Tensor]]
         function = getattr(importlib.import_module(f"fla.ops.{self.family}"), self.name)
         return function
+
+
+def has_ieee_products() -> bool:
+    """Whether Triton was told to multiply float32 matrices in (nearly) full precision, not in TF32."""
+    return os.environ.get("TRITON_F32_DEFAULT") in ("ieee", "tf32x3")
 
 
 def choose_operation(request: ScanRequest, differentiable: bool) -> Operation:

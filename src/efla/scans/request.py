@@ -126,3 +126,10 @@ def compute_dtype(*tensors: Tensor | None) -> torch.dtype:
     """float64 if any tensor is, else float32: scans never accumulate in half precision."""
     wide = any(t is not None and t.dtype == torch.float64 for t in tensors)
     return torch.float64 if wide else torch.float32
+
+
+def sequence_boundaries(batch: int, length: int, cu_seqlens: Tensor | None) -> list[int]:
+    """Positions in the flattened token axis [B * T] where sequences start, and the end: N + 1 numbers."""
+    if cu_seqlens is None:
+        return [n * length for n in range(batch + 1)]
+    return [int(boundary) for boundary in cu_seqlens.tolist()]
