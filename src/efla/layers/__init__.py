@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from efla.layers.attention import LinearAttention
+from efla.layers.attention import LinearAttention, MixerState
 from efla.layers.blocks import RMSNorm, SwiGLU
 from efla.layers.mamba2 import Mamba2
-from efla.layers.recurrence import MixerState
 from efla.layers.short_conv import ShortConvolution
 from efla.layers.softmax_attention import SoftmaxAttention
 

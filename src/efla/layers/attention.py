@@ -5,8 +5,9 @@ Shapes: B batch, T tokens, Hk and H key and value heads, K and V widths per head
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from typing import cast
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -16,9 +17,24 @@ import efla.scans.api as scans
 from efla import rules
 from efla.errors import unknown_name
 from efla.layers.blocks import RMSNorm
-from efla.layers.recurrence import GATES, MixerState, SequenceNeighbours, draw_dt_bias, draw_log_rate, mamba_log_gate
-from efla.layers.short_conv import ShortConvolution
+from efla.layers.short_conv import SequenceNeighbours, ShortConvolution
 from efla.scans.keys import l2_normalize
+
+GATES = ("mamba", "logsigmoid")
+
+
+class MixerState(NamedTuple):
+    """State of a mixer after some tokens; constant in their number.
+
+    conv: [B, D, W - 1], the last inputs of the convolutions (``None`` without them); memory: [B, H, K, V], float32 or
+    wider, S of the recurrence.
+    """
+
+    conv: Tensor | None
+    memory: Tensor
+
+    def num_bytes(self) -> int:
+        return sum(x.numel() * x.element_size() for x in self if x is not None)
 
 
 class LinearAttention(nn.Module):
@@ -207,3 +223,20 @@ class LinearAttention(nn.Module):
 
     def extra_repr(self) -> str:
         return f"rule={self.rule.name!r}, key_norm={self.key_norm}, query_norm={self.query_norm}"
+
+
+def mamba_log_gate(x: Tensor, log_rate: Tensor, dt_bias: Tensor) -> Tensor:
+    """log_gate = -exp(log_rate) * softplus(x + dt_bias), at most 0, in float32 or wider. x: [B, T, H]."""
+    wide = torch.promote_types(x.dtype, torch.float32)
+    return -log_rate.to(wide).exp() * functional.softplus(x.to(wide) + dt_bias.to(wide))
+
+
+def draw_log_rate(num_heads: int, low: float = 0.0, high: float = 16.0, device: torch.device | None = None) -> Tensor:
+    """log(A) with A uniform on (low, high), kept above 1e-4 so that the logarithm is finite. [H]"""
+    return torch.empty(num_heads, device=device).uniform_(low, high).clamp_(min=1e-4).log_()
+
+
+def draw_dt_bias(num_heads: int, low: float = 1e-3, high: float = 0.1, device: torch.device | None = None) -> Tensor:
+    """softplus^-1(dt) = dt + log(-expm1(-dt)) with dt log-uniform on [low, high], at least 1e-4. [H]"""
+    dt = torch.empty(num_heads, device=device).uniform_(math.log(low), math.log(high)).exp_().clamp_(min=1e-4)
+    return dt + torch.log(-torch.expm1(-dt))

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import efla.scans.api as scans
+from efla.layers.attention import MixerState, draw_dt_bias, draw_log_rate
 from efla.layers.blocks import RMSNorm
-from efla.layers.recurrence import MixerState, SequenceNeighbours, draw_dt_bias, draw_log_rate
-from efla.layers.short_conv import ShortConvolution
+from efla.layers.short_conv import SequenceNeighbours, ShortConvolution
 
 
 class Mamba2(nn.Module):

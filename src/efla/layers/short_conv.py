@@ -5,17 +5,30 @@ Shapes: B batch, T tokens, D channels, W kernel width, N packed sequences.
 
 from __future__ import annotations
 
+from typing import Any, Protocol
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
 from efla.errors import unknown_name
-from efla.layers.recurrence import SequenceNeighbours
 from efla.native import rows
 from efla.scans.validation import has_values
 
 # Up to this many tokens the sum of W shifted products beats torch's convolution, whose set-up dominates.
 _FEW_TOKENS = 8
+
+
+class SequenceNeighbours(Protocol):
+    """Ranks that hold the other parts of each sequence; :mod:`efla.train.sequence` implements it."""
+
+    active: bool
+
+    def halo(self, x: Tensor, width: int) -> Tensor:
+        """The last ``width`` tokens of the rank before, [B, D, width], from this rank's x [B, T, D]."""
+
+    def attend(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
+        """:func:`efla.linear_attention` over the whole sequence, of which the arguments are this rank's part."""
 
 
 class ShortConvolution(nn.Module):
@@ -75,9 +88,9 @@ class ShortConvolution(nn.Module):
         if cu_seqlens is not None:
             if state is not None or output_state or mask is not None:
                 raise ValueError("packed sequences (cu_seqlens) take neither a state nor a padding mask; pad or pack")
-            flat = x.reshape(1, -1, x.shape[-1])
-            packed = rows.causal_conv(flat, self.weight[:, 0], self.bias, None, cu_seqlens, self._silu)
-            return (self._activate(self._packed(x, cu_seqlens)) if packed is None else packed.view_as(x)), None
+            arguments = x.reshape(1, -1, x.shape[-1]), self.weight[:, 0], self.bias, None, cu_seqlens, self._silu
+            y = rows.causal_conv(*arguments)
+            return (rows.torch_conv(*arguments, dtype=x.dtype) if y is None else y).view_as(x), None
         if mask is not None and state is None and _is_left_padding(mask):
             # Zeros are what stands before a sequence anyway.
             x = x.masked_fill(~mask.bool()[..., None], 0)
@@ -90,7 +103,9 @@ class ShortConvolution(nn.Module):
         if y is None or output_state:
             width = self.kernel_size - 1
             past = x.new_zeros(x.shape[0], width, x.shape[2]) if state is None else state.transpose(1, 2).to(x.dtype)
-            y = self._activate(self._convolve(torch.cat([past, x], dim=1))) if y is None else y
+            if y is None:
+                y = self._convolve(torch.cat([past, x], dim=1))
+                y = functional.silu(y) if self._silu else y
             new_state = _last_inputs(past, x, mask).transpose(1, 2) if output_state else None
         if order is not None:
             y = _reorder(y, order.argsort(dim=1))
@@ -117,34 +132,12 @@ class ShortConvolution(nn.Module):
             y = torch.addcmul(y, window[:, i : i + length], weight[:, 0, i])
         return y if bias is None else y + bias
 
-    def _packed(self, x: Tensor, cu_seqlens: Tensor) -> Tensor:
-        """Sum of shifted products in which a product over a border counts nothing."""
-        flat = x.reshape(-1, x.shape[-1])
-        offset = position_in_sequence(cu_seqlens, flat.shape[0])[:, None]  # [B * T, 1]
-        weight = self.weight.to(x.dtype)
-        y = flat * weight[:, 0, -1]
-        for shift in range(1, self.kernel_size):
-            shifted = functional.pad(flat, (0, 0, shift, 0))[: flat.shape[0]].masked_fill(offset < shift, 0)
-            y = torch.addcmul(y, shifted, weight[:, 0, -1 - shift])
-        return (y if self.bias is None else y + self.bias.to(x.dtype)).view_as(x)
-
     @property
     def _silu(self) -> bool:
         return self.activation == "silu"
 
-    def _activate(self, y: Tensor) -> Tensor:
-        return functional.silu(y) if self._silu else y
-
     def extra_repr(self) -> str:
         return f"{self.num_channels}, kernel_size={self.kernel_size}, bias={self.bias is not None}"
-
-
-def position_in_sequence(cu_seqlens: Tensor, num_tokens: int) -> Tensor:
-    """How many tokens of the same packed sequence stand before each token: [num_tokens]."""
-    tokens = torch.arange(num_tokens, device=cu_seqlens.device)
-    # The last border at or before a token is the start of its sequence; empty sequences share a border.
-    sequence = torch.searchsorted(cu_seqlens.to(tokens.dtype), tokens, right=True) - 1
-    return tokens - cu_seqlens.to(tokens.dtype)[sequence]
 
 
 def _real_tokens_first(mask: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from efla.layers.short_conv import position_in_sequence
+from efla.native.rows import position_in_sequence
 
 
 class SoftmaxAttention(nn.Module):

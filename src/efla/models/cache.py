@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache
 
-from efla.layers.recurrence import MixerState
+from efla.layers.attention import MixerState
 
 _SEEN = "_efla_seen_tokens"
 

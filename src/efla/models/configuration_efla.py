@@ -9,8 +9,8 @@ from transformers import PreTrainedConfig
 
 from efla import rules
 from efla.errors import unknown_name
+from efla.layers.attention import GATES
 from efla.layers.blocks import swiglu_width
-from efla.layers.recurrence import GATES
 from efla.models import registration
 
 _OTHER_MIXERS = ("linear", "mamba2", "softmax")

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache
 
-from efla.layers.short_conv import position_in_sequence
 from efla.models.cache import seen_tokens
+from efla.native.rows import position_in_sequence
 from efla.scans.validation import checks_values, has_values
 
 

@@ -207,30 +207,54 @@ def _conv_inputs(
 
 
 def torch_conv(
-    x: Tensor, weight: Tensor, bias: Tensor | None, past: Tensor | None, cu_seqlens: Tensor | None, silu: bool
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    past: Tensor | None,
+    cu_seqlens: Tensor | None,
+    silu: bool,
+    *,
+    dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """What :func:`causal_conv` computes, as a sum of shifted products that torch can differentiate any number of times."""
-    batch, length, channels = x.shape
+    """:func:`causal_conv` as a sum of shifted products, on every device and differentiable any number of times.
+
+    dtype: what is computed in, by default float32 or wider.
+    """
+    batch, length, _ = x.shape
     kernel = weight.shape[1]
-    wide = wider(x)
+    dtype = wider(x) if dtype is None else dtype
+    wide, weight = x.to(dtype), weight.to(dtype)
     if cu_seqlens is None:
-        sequence = torch.arange(batch)[:, None].expand(batch, length)
-        position = torch.arange(length).expand(batch, length)
+        sequence = torch.arange(batch, device=x.device)[:, None]
+        position = torch.arange(length, device=x.device)[None]
     else:
-        token = torch.arange(length)[None]
-        sequence = torch.searchsorted(cu_seqlens.to(torch.int64), token, right=True) - 1
-        position = token - cu_seqlens.to(torch.int64)[sequence]
-    y = torch.zeros(batch, length, channels, dtype=wide) if bias is None else bias.to(wide).expand(x.shape)
-    for shift in range(kernel):
-        source = functional.pad(x.to(wide), (0, 0, shift, 0))[:, :length]
+        sequence, position = (index[None] for index in _sequence_and_position(cu_seqlens, length))
+    y = wide * weight[:, -1]
+    for shift in range(1, kernel):
+        source = functional.pad(wide, (0, 0, shift, 0))[:, :length]
         outside = (position < shift)[..., None]
         if past is None:
             source = source.masked_fill(outside, 0)
         else:
-            before = past.to(wide).transpose(1, 2)[sequence, (position - shift).clamp(max=-1) + kernel - 1]
+            before = past.to(dtype).transpose(1, 2)[sequence, (position - shift).clamp(max=-1) + kernel - 1]
             source = torch.where(outside, before, source)
-        y = y + source * weight.to(wide)[:, kernel - 1 - shift]
+        y = torch.addcmul(y, source, weight[:, -1 - shift])
+    y = y if bias is None else y + bias.to(dtype)
     return (functional.silu(y) if silu else y).to(x.dtype)
+
+
+def position_in_sequence(cu_seqlens: Tensor, num_tokens: int) -> Tensor:
+    """How many tokens of the same packed sequence come before each token: [num_tokens]."""
+    return _sequence_and_position(cu_seqlens, num_tokens)[1]
+
+
+def _sequence_and_position(cu_seqlens: Tensor, num_tokens: int) -> tuple[Tensor, Tensor]:
+    """Each token's packed sequence and its position there, both [num_tokens]."""
+    tokens = torch.arange(num_tokens, device=cu_seqlens.device)
+    starts = cu_seqlens.to(tokens.dtype)
+    # The last boundary at or before a token is the start of its sequence; empty sequences share a boundary.
+    sequence = torch.searchsorted(starts, tokens, right=True) - 1
+    return sequence, tokens - starts[sequence]
 
 
 def _torch_norm(x: Tensor, weight: Tensor | None, factor: float, eps: float) -> Tensor:
