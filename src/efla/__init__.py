@@ -12,7 +12,7 @@ guard_start()  # first: what follows imports torch
 
 from efla import ops, rules
 from efla.errors import BackendUnavailable
-from efla.models import registration
+from efla.models import register_with_transformers
 from efla.phi import phi1
 from efla.scans.api import linear_attention, scan
 from efla.scans.backends import backends
@@ -45,14 +45,14 @@ __all__ = [
     "validation",
 ]
 
-# Imported when first touched: they need transformers, the scans do not.
+# Imported on first use: they need transformers, the scans do not.
 _MODELS = ("EflaConfig", "EflaForCausalLM", "EflaForSequenceClassification", "EflaModel")
 _MODULES = {"layers": "efla.layers", "models": "efla.models", "presets": "efla.models.presets"}
 
 
 def __getattr__(name: str) -> Any:
     if name in _MODELS:
-        return registration.lazy_attribute(name)
+        return getattr(importlib.import_module("efla.models"), name)
     if name in _MODULES:
         return importlib.import_module(_MODULES[name])
     raise AttributeError(f"module 'efla' has no attribute {name!r}")
@@ -62,4 +62,4 @@ def __dir__() -> list[str]:
     return sorted({*globals(), *_MODELS, *_MODULES})
 
 
-registration.install()
+register_with_transformers()

@@ -11,7 +11,7 @@ import torch
 import tyro
 
 from efla.cli.models import convert, generate, info
-from efla.models.text import ByteCodec, TimedStreamer
+from efla.models.tokenizer import ByteTokenizer, TimedStreamer
 from tests.fresh import run_fresh
 from tests.models.tiny import HYBRID, tiny_model
 
@@ -47,7 +47,7 @@ def test_info_of_a_folder_is_json_when_asked(tmp_path, capsys):
 
 
 def test_what_is_no_model_is_named(tmp_path):
-    with pytest.raises(FileNotFoundError, match=r"neither a folder, a hub name .* nor a preset; presets: efla-tiny"):
+    with pytest.raises(FileNotFoundError, match=r"neither a folder with .* nor a preset; presets: efla-tiny"):
         run(info, "no-such-thing")
     with pytest.raises(FileNotFoundError, match=r"has no config\.json"):
         run(info, tmp_path)
@@ -66,7 +66,7 @@ def test_generate_streams_what_the_model_says_and_its_speed(byte_model, capsys):
     tokens = model.generate(
         prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=12, do_sample=False, pad_token_id=0
     )
-    assert out == "Hello" + ByteCodec().decode(tokens[0, 6:].tolist()) + "\n"
+    assert out == "Hello" + ByteTokenizer().decode(tokens[0, 6:].tolist(), skip_special_tokens=True) + "\n"
     assert re.search(r"prompt: 6 tokens, [\d,]+ tokens/s; new: \d+ tokens, [\d,.]+ tokens/s", err)
 
 
@@ -88,7 +88,7 @@ def test_a_model_without_a_tokenizer_says_so(tmp_path):
 
 def test_streamed_text_never_breaks_a_character():
     pieces: list[str] = []
-    streamer = TimedStreamer(ByteCodec(), pieces.append)
+    streamer = TimedStreamer(ByteTokenizer(), pieces.append)
     streamer.put(torch.tensor([[0, 65]]))  # the prompt
     for byte in "aé漢b".encode():
         streamer.put(torch.tensor([byte]))

@@ -22,7 +22,7 @@ from efla.data import readers
 from efla.data.prepare import PrepareConfig, prepare
 from efla.data.shards import INDEX, checksum, open_shards
 from efla.data.source import open_data, vocabulary_of
-from efla.data.tokenizers import ByteTokenizer, load_tokenizer, token_type
+from efla.data.tokenizers import ByteDocuments, load_tokenizer, token_type
 from efla.runs.lock import take
 from tests.fresh import run_fresh
 
@@ -299,7 +299,7 @@ def test_any_tokenizers_file_will_do(tmp_path):
 
 def test_ids_take_the_smallest_type():
     assert [token_type(n).itemsize for n in (256, 257, 65_536, 65_537)] == [1, 2, 2, 4]
-    assert ByteTokenizer().encode(["a\0b"])[0].tolist() == [0, 97, 98]
+    assert ByteDocuments().encode(["a\0b"])[0].tolist() == [0, 97, 98]
 
 
 @pytest.mark.skipif(not has("datasets"), reason="datasets is not installed (extra train)")

@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import DynamicCache, StaticCache
 
 from efla.models import EflaForCausalLM, accounting
-from efla.models.cache import seen_tokens, state_bytes
+from efla.models.cache import cached_state_bytes, seen_tokens
 from efla.testing import assert_close
 from tests.models.tiny import ALL, EFLA, HYBRID, MAIN, random_tokens, tiny_config, tiny_model
 from tests.rounding import assert_same_but_rounding
@@ -94,7 +94,7 @@ def test_state_memory_is_the_formula_s_and_does_not_grow(fields):
     sizes = []
     for _ in range(3):
         model(random_tokens(3, 10), past_key_values=cache, use_cache=True)
-        sizes.append(state_bytes(cache))
+        sizes.append(cached_state_bytes(cache))
     assert sizes == [3 * accounting.state_bytes(model.config)] * 3
 
 
@@ -103,7 +103,7 @@ def test_a_half_precision_model_keeps_a_float32_memory():
     model = tiny_model().to(torch.bfloat16)
     cache = model(random_tokens(2, 10), use_cache=True).past_key_values
     assert cache.get_recurrent_state(0).dtype == torch.float32
-    assert state_bytes(cache) == 2 * accounting.state_bytes(model.config, torch.bfloat16)
+    assert cached_state_bytes(cache) == 2 * accounting.state_bytes(model.config, torch.bfloat16)
 
 
 @pytest.mark.parametrize("fields", MAIN.values(), ids=MAIN)

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from efla.models.loss import next_token_loss
+from efla.models.modeling_efla import next_token_loss
 from tests.models.tiny import MAIN, VOCABULARY, random_tokens, tiny_model
 
 

@@ -6,8 +6,8 @@ import pytest
 
 from tests.fresh import run_fresh
 
-# efla/__init__.py calls install() too; here it is called by name so that the test is about it.
-INSTALL = "import efla, efla.models.registration; efla.models.registration.install()\n"
+# efla/__init__.py calls it too; here it is called by name so that the test is about it.
+INSTALL = "import efla, efla.models; efla.models.register_with_transformers()\n"
 USE = """
 config = AutoConfig.for_model("efla", hidden_size=16, num_hidden_layers=1, num_heads=2, vocab_size=7)
 assert type(config).__name__ == "EflaConfig", type(config)
@@ -66,7 +66,7 @@ def test_a_transformers_that_cannot_be_taught_still_imports():
     code = (
         "import warnings\nwarnings.simplefilter('always')\n"
         + INSTALL
-        + "import efla.models.registration as r\n"
+        + "import efla.models as r\n"
         + "def fail(): raise TypeError('another signature')\n"
         + "r._PENDING[r._CONFIGS] = fail\n"
         + "with warnings.catch_warnings(record=True) as seen:\n    from transformers import AutoConfig\n"

@@ -11,12 +11,17 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
 
 import efla  # noqa: F401
-from efla.models import EflaConfig, EflaForCausalLM, EflaForSequenceClassification, EflaModel
-from efla.models.registration import install
+from efla.models import (
+    EflaConfig,
+    EflaForCausalLM,
+    EflaForSequenceClassification,
+    EflaModel,
+    register_with_transformers,
+)
 from tests.fresh import run_fresh
 from tests.models.tiny import ALL, MAIN, logits_of, random_tokens, tiny_config, tiny_model
 
-install()
+register_with_transformers()
 
 
 def _fields(config):
@@ -43,7 +48,7 @@ def test_a_new_process_loads_and_runs_it_through_auto_classes(tmp_path):
     save_file({"tokens": tokens}, tmp_path / "in.safetensors")
     code = """
 import sys, torch
-import efla.models.registration; efla.models.registration.install()
+import efla.models; efla.models.register_with_transformers()
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 model = AutoModelForCausalLM.from_pretrained(sys.argv[1] + "/model").double()

@@ -92,15 +92,10 @@ def generate(
         dtype: Precision of the weights; auto uses the checkpoint's.
     """
     import torch
-    from transformers.utils import logging
 
-    from efla.models import presets
-    from efla.models.loading import load_config
-    from efla.models.modeling_efla import EflaForCausalLM
-    from efla.models.text import TimedStreamer, as_batch, load_codec
+    from efla.models.loading import load_model
+    from efla.models.tokenizer import TimedStreamer
 
-    if model in presets.names():
-        raise ValueError(f"{model!r} is a preset without weights; train it first: efla train --help")
     if max_new_tokens < 1 or temperature < 0:
         raise ValueError(
             f"max_new_tokens must be at least 1 and temperature at least 0, got {max_new_tokens}, {temperature}"
@@ -108,27 +103,24 @@ def generate(
     refuse_ignored(
         {"top-k": temperature == 0 and top_k != 0, "top-p": temperature == 0 and top_p != 1}, "at --temperature 0"
     )
-    logging.disable_progress_bar()  # loading weights must not write into the text
-    config = load_config(model)
-    codec = load_codec(model, config, tokenizer)
-    network: Any = EflaForCausalLM.from_pretrained(model, dtype=dtype)
-    network.to(device).eval()
+    loaded = load_model(model, tokenizer=tokenizer, device=device, dtype=dtype)
     text = sys.stdin.read() if prompt == "-" else prompt
-    ids = as_batch(codec.encode(text), device)
+    ids = torch.tensor([loaded.tokenizer.encode(text)], dtype=torch.long, device=device)
     if ids.shape[1] == 0:
         raise ValueError("the prompt has no tokens; give some text")
-    streamer = TimedStreamer(codec, lambda piece: print(piece, end="", flush=True))
+    streamer = TimedStreamer(loaded.tokenizer, lambda piece: print(piece, end="", flush=True))
     sampling = {"temperature": temperature, "top_k": top_k, "top_p": top_p} if temperature > 0 else {}
     torch.manual_seed(seed)
     print(text, end="", flush=True)
     with torch.inference_mode():
-        network.generate(
+        pad_token_id = loaded.model.config.pad_token_id
+        loaded.model.generate(
             ids,
             attention_mask=torch.ones_like(ids),
             max_new_tokens=max_new_tokens,
             do_sample=temperature > 0,
             streamer=streamer,
-            pad_token_id=config.pad_token_id if config.pad_token_id is not None else 0,
+            pad_token_id=0 if pad_token_id is None else pad_token_id,
             **sampling,
         )
     print()

@@ -27,7 +27,7 @@ class TextTokenizer(Protocol):
         """The text of some ids."""
 
     def save(self, folder: Path) -> None:
-        """Write what ``efla generate`` and transformers need to use the tokenizer; nothing for bytes."""
+        """Write what ``efla generate`` and transformers need to use the tokenizer."""
 
 
 def token_type(vocab_size: int) -> np.dtype[Any]:
@@ -38,14 +38,17 @@ def token_type(vocab_size: int) -> np.dtype[Any]:
 def load_tokenizer(name: str) -> TextTokenizer:
     """ "bytes", "mistral" (version 1, as the paper), or a folder, file or hub name that transformers loads."""
     if name == "bytes":
-        return ByteTokenizer()
+        return ByteDocuments()
     if name == "mistral":
         return MistralTokenizer()
     return TransformersTokenizer(name)
 
 
-class ByteTokenizer:
-    """UTF-8 bytes; byte 0, which no text should hold and which is left out if one does, starts a document."""
+class ByteDocuments:
+    """The tokens of :class:`efla.models.tokenizer.ByteTokenizer` as arrays, without importing transformers.
+
+    Byte 0 starts a document; one inside a text is left out.
+    """
 
     name = "bytes"
     vocab_size = 256
@@ -58,7 +61,9 @@ class ByteTokenizer:
         return bytes(i for i in ids if i).decode("utf-8", errors="replace")
 
     def save(self, folder: Path) -> None:
-        pass
+        from efla.models.tokenizer import ByteTokenizer
+
+        ByteTokenizer().save_pretrained(folder)
 
 
 class MistralTokenizer:

@@ -18,8 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from efla.models.cache import state_bytes
-from efla.models.states import fork, join, why_not_recurrent
+from efla.models.cache import cached_state_bytes, concat_caches, select_rows, why_not_recurrent
 
 MIN_SHARED = 8
 """Fewer shared tokens than these are not worth a pass of their own."""
@@ -235,7 +234,10 @@ def _score_families(
     waiting: list[_Prefilled] = []
     for chosen in _batches([family.shared for family in order], batch_tokens):
         waiting.append(_prefill(runner, requests, order[chosen]))
-        if not runner.joins_states or sum(state_bytes(prefilled.cache) for prefilled in waiting) >= WAITING_BYTES:
+        if (
+            not runner.joins_states
+            or sum(cached_state_bytes(prefilled.cache) for prefilled in waiting) >= WAITING_BYTES
+        ):
             yield from _score_continuations(runner, requests, waiting, batch_tokens)
             waiting = []
     if waiting:
@@ -258,7 +260,9 @@ def _score_continuations(
     """What follows the shared tokens of several prefills; of more than one only where their states can be joined."""
     first = torch.cat([prefilled.logits for prefilled in waiting])
     cache = (
-        waiting[0].cache if len(waiting) == 1 else join([prefilled.cache for prefilled in waiting], runner.model.config)
+        waiting[0].cache
+        if len(waiting) == 1
+        else concat_caches([prefilled.cache for prefilled in waiting], runner.model.config)
     )
     mask = None if runner.joins_states else waiting[0].mask
     found = []
@@ -279,7 +283,7 @@ def _score_continuations(
         of_row = torch.tensor([row for row, _, _ in piece], device=runner.device)
         inputs = _padded([rest[:-1] for _, _, rest in piece], runner.device, len(piece[0][2]) - 1)
         joined = None if mask is None else torch.cat([mask[of_row], torch.ones_like(inputs)], dim=1)
-        later = runner.continuation(inputs, fork(cache, of_row), joined)
+        later = runner.continuation(inputs, select_rows(cache, of_row), joined)
         found = []
         for k, (row, i, rest) in enumerate(piece):
             logits = torch.cat([first[row : row + 1], later[k, : len(rest) - 1]])[-requests[i].num_scored :]

@@ -1,16 +1,128 @@
 """Models that transformers loads as its own: ``EflaConfig``, ``EflaModel``, ``EflaForCausalLM`` and a classifier.
 
-Imported lazily: ``import efla`` does not import transformers.
+``import efla`` does not import transformers. :func:`register_with_transformers` teaches its Auto classes
+``model_type="efla"`` at once where they are loaded, and otherwise as soon as they are. Whatever cannot be registered then
+is registered with the first EflaConfig: no Auto class looks for a model before that.
 """
 
 from __future__ import annotations
 
-from efla.models.registration import lazy_attribute
+import importlib
+import sys
+import warnings
+from collections.abc import Callable, Sequence
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
 
 __all__ = ["EflaConfig", "EflaForCausalLM", "EflaForSequenceClassification", "EflaModel"]
 
+_CONFIGS = "transformers.models.auto.configuration_auto"
+_MODELS = "transformers.models.auto.modeling_auto"
+
 
 def __getattr__(name: str) -> object:
-    if name in __all__:
-        return lazy_attribute(name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    module = "efla.models.configuration_efla" if name == "EflaConfig" else "efla.models.modeling_efla"
+    return getattr(importlib.import_module(module), name)
+
+
+def _register_config() -> None:
+    from transformers.models.auto.configuration_auto import AutoConfig
+
+    from efla.models.configuration_efla import EflaConfig
+
+    AutoConfig.register("efla", EflaConfig, exist_ok=True)
+
+
+def _register_models() -> None:
+    from transformers.models.auto import modeling_auto as auto
+
+    from efla.models import modeling_efla as ours
+    from efla.models.configuration_efla import EflaConfig
+
+    auto.AutoModel.register(EflaConfig, ours.EflaModel, exist_ok=True)
+    auto.AutoModelForCausalLM.register(EflaConfig, ours.EflaForCausalLM, exist_ok=True)
+    auto.AutoModelForSequenceClassification.register(EflaConfig, ours.EflaForSequenceClassification, exist_ok=True)
+
+
+_PENDING: dict[str, Callable[[], None]] = {_CONFIGS: _register_config, _MODELS: _register_models}
+# Our modules and the last class of each: while it is missing, the module is still being imported.
+_OURS = {
+    _CONFIGS: ("efla.models.configuration_efla", "EflaConfig"),
+    _MODELS: ("efla.models.modeling_efla", "EflaForSequenceClassification"),
+}
+
+
+def register_with_transformers() -> None:
+    """Register now if transformers is loaded, otherwise when it is loaded. Safe to call more than once."""
+    for name in list(_PENDING):
+        if name in sys.modules and not getattr(sys.modules[name].__spec__, "_initializing", False):
+            _run(name)
+    if _PENDING and not any(isinstance(finder, _Finder) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _Finder())
+
+
+def _run(name: str) -> None:
+    module, last_class = _OURS[name]
+    if name not in _PENDING or (module in sys.modules and not hasattr(sys.modules[module], last_class)):
+        return  # done, or our own module is loading transformers and registers when it is ready
+    if name == _MODELS and any(_is_half_imported(other) for other in list(sys.modules) if other != name):
+        return  # transformers is half imported; the first EflaConfig registers
+    register = _PENDING.pop(name)
+    try:
+        register()
+    except Exception as error:  # transformers must stay importable
+        warnings.warn(
+            f"efla could not register its models with transformers ({error}); "
+            "use efla.EflaForCausalLM instead of AutoModelForCausalLM",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+
+
+def _is_half_imported(name: str) -> bool:
+    if not name.startswith("transformers."):
+        return False
+    return bool(getattr(getattr(sys.modules[name], "__spec__", None), "_initializing", False))
+
+
+class _Finder(MetaPathFinder):
+    """Finds the two modules of transformers as the other finders do, and wraps their loader."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if fullname not in _PENDING:
+            return None
+        for finder in sys.meta_path:
+            if finder is self or not hasattr(finder, "find_spec"):
+                continue
+            spec = finder.find_spec(fullname, path, target)
+            if spec is not None:
+                if spec.loader is not None:
+                    spec.loader = _Loader(spec.loader, fullname)
+                return spec
+        return None
+
+
+class _Loader(Loader):
+    """Runs the module's own loader, then the registration."""
+
+    def __init__(self, loader: Loader, name: str) -> None:
+        self._loader = loader
+        self._name = name
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
+        return self._loader.create_module(spec)
+
+    def exec_module(self, module: ModuleType) -> None:
+        self._loader.exec_module(module)
+        if module.__spec__ is not None:
+            module.__spec__.loader = self._loader  # leaves the module as without us
+        module.__loader__ = self._loader
+        _run(self._name)
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._loader, name)  # is_package, get_source and the like

@@ -5,12 +5,14 @@ The cache is transformers' own (``DynamicCache(config=config)``, or any other it
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Sequence
 from types import MethodType
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import Cache
+from transformers.cache_utils import Cache, DynamicCache
 
 from efla.layers.attention import MixerState
 
@@ -58,7 +60,7 @@ def count_tokens(cache: Cache | None, num_tokens: int) -> None:
         setattr(cache, _SEEN, seen_tokens(cache) + num_tokens)
 
 
-def give_length(cache: Cache | None) -> None:
+def add_get_seq_length(cache: Cache | None) -> None:
     """Let a cache of recurrent layers alone answer ``get_seq_length``, which ``generate`` asks of every cache.
 
     transformers keeps a length in attention layers only and raises without one.
@@ -86,7 +88,7 @@ def check_layers(cache: Cache, layer_types: list[str]) -> None:
         )
 
 
-def state_bytes(cache: Cache) -> int:
+def cached_state_bytes(cache: Cache) -> int:
     """Bytes of all recurrent states in the cache (attention layers' keys and values not counted)."""
     total = 0
     for layer_idx, is_linear in enumerate(cache.is_linear):
@@ -94,3 +96,43 @@ def state_bytes(cache: Cache) -> int:
             states: list[Tensor | None] = [cache.get_conv_state(layer_idx), cache.get_recurrent_state(layer_idx)]
             total += sum(x.numel() * x.element_size() for x in states if x is not None)
     return total
+
+
+def select_rows(cache: Any, index: Tensor) -> Any:
+    """A new cache whose sequence i is sequence ``index[i]`` of the given one, which stays as it is.
+
+    Memories of recurrent layers are copied, as are the keys and values of softmax layers.
+    """
+    selected = copy.copy(cache)
+    selected.layers = []
+    for layer in cache.layers:
+        twin = copy.copy(layer)
+        for name, value in vars(layer).items():
+            if isinstance(value, dict):
+                setattr(twin, name, dict(value))
+        selected.layers.append(twin)
+    selected.reorder_cache(index)  # selects into new tensors
+    return selected
+
+
+def concat_caches(caches: Sequence[Cache], config: Any) -> Cache:
+    """One cache of the sequences of several, in their order. Every layer of the model must be a recurrent one of ours."""
+    whole = DynamicCache(config=config)
+    for layer in range(len(whole.layers)):
+        convs = [x for cache in caches if (x := cache.get_conv_state(layer)) is not None]
+        memories = [x for cache in caches if (x := cache.get_recurrent_state(layer)) is not None]
+        whole.update_conv_state(torch.cat(convs), layer)
+        whole.update_recurrent_state(torch.cat(memories), layer)
+    count_tokens(whole, max(seen_tokens(cache) for cache in caches))
+    return whole
+
+
+def why_not_recurrent(model: Any) -> str | None:
+    """Why a state cannot be carried over windows at constant cost and without end, or ``None`` if it can."""
+    config = model.config.get_text_config()
+    kinds = getattr(config, "layer_types", None)
+    if kinds and all(kind == "linear_attention" for kind in kinds):
+        return None
+    if kinds and "linear_attention" in kinds:
+        return "some of its layers are softmax attention, whose positions end where training ended"
+    return "its layers are softmax attention, whose positions end where training ended, or not known to be recurrent"

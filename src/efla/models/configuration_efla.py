@@ -11,7 +11,7 @@ from efla import rules
 from efla.errors import unknown_name
 from efla.layers.attention import GATES
 from efla.layers.blocks import swiglu_width
-from efla.models import registration
+from efla.models import register_with_transformers
 
 _OTHER_MIXERS = ("linear", "mamba2", "softmax")
 _POSITIVE = (
@@ -97,7 +97,7 @@ class EflaConfig(PreTrainedConfig):
     chunk_size: int = 64
 
     def __post_init__(self, **kwargs: Any) -> None:
-        registration.install()
+        register_with_transformers()
         _reject_misspelt(kwargs, self)
         rules.get(self.rule)
         if self.num_key_heads is None:
@@ -184,4 +184,4 @@ def _reject_misspelt(kwargs: dict[str, Any], config: EflaConfig) -> None:
             raise ValueError(f"unknown key {key!r} in EflaConfig; did you mean {near[0]!r}?")
 
 
-registration.install()
+register_with_transformers()

@@ -1,4 +1,4 @@
-"""Models to evaluate: ours or any causal language model of transformers, with the tokenizer that belongs to it."""
+"""Models by name for every command: a training run, a model folder, a name on the hub or a preset; with their tokenizer."""
 
 from __future__ import annotations
 
@@ -7,10 +7,14 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from efla.models.tokenizer import ByteTokenizer
+from efla.models import presets
+
+if TYPE_CHECKING:
+    from efla.models.configuration_efla import EflaConfig
 
 if TYPE_CHECKING:
     from efla.models.configuration_efla import EflaConfig
@@ -20,17 +24,24 @@ _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model"
 
 @dataclass(frozen=True)
 class Loaded:
-    """A model that is ready to score. ``digest`` tells its weights from others'."""
+    """A model that is ready to score or generate. ``source``: its folder or hub name."""
 
     name: str
     model: Any
     tokenizer: Any
     max_length: int
-    digest: str
+    source: str
+
+    @cached_property
+    def digest(self) -> str:
+        """Identifies the weights and the configuration."""
+        return _digest(Path(self.source), self.model.config)
 
     @property
     def facts(self) -> dict[str, Any]:
         """What a row says about the model."""
+        from efla.models.tokenizer import is_byte_tokenizer
+
         config = self.model.config
         mixers = getattr(config, "mixers", None)
         return {
@@ -38,7 +49,7 @@ class Loaded:
             "mixers": ", ".join(f"{m} x {n}" for m, n in Counter(mixers).items()) if mixers else config.model_type,
             "parameters": sum(p.numel() for p in self.model.parameters()),
             "vocabulary": int(config.get_text_config().vocab_size),
-            "tokens": "bytes" if isinstance(self.tokenizer, ByteTokenizer) else type(self.tokenizer).__name__,
+            "tokens": "bytes" if is_byte_tokenizer(self.tokenizer) else type(self.tokenizer).__name__,
         }
 
 
@@ -60,32 +71,37 @@ def _parts(source: str) -> tuple[str, ...]:
     return parts[:-1] if len(parts) > 1 and parts[-1] == "model" else parts
 
 
-def weights_folder(source: str) -> str:
-    """The folder with the weights: the one given, or the folder ``model`` in that of a training run."""
-    inner = Path(source) / "model"
-    if (inner / "config.json").is_file() and not any(Path(source).glob("*.safetensors")):
+def find_model(source: str) -> str:
+    """The model's folder (the folder ``model`` in that of a training run), or its name on the hub."""
+    folder = Path(source)
+    inner = folder / "model"
+    if (inner / "config.json").is_file() and not any(folder.glob("*.safetensors")):
         return str(inner)
+    if folder.is_dir():
+        if not (folder / "config.json").is_file():
+            raise FileNotFoundError(
+                f"{source} has no config.json; give a folder written by save_pretrained or efla train"
+            )
+    elif folder.is_absolute() or source.startswith(".") or source.count("/") > 1 or folder.exists():
+        raise FileNotFoundError(f"{source!r} is neither a folder with a model nor a name on the hub (owner/name)")
     return source
 
 
-def load_config(model: str) -> EflaConfig:
-    """The configuration of a preset, a folder or a hub name."""
-    from efla.models import presets
+def load_config(source: str) -> EflaConfig:
+    """The configuration of a preset, or of one of our models: a training run, a folder or a hub name."""
     from efla.models.configuration_efla import EflaConfig
 
-    if model in presets.names():
-        return presets.get(model)
-    path = Path(model)
-    if path.is_dir() and not (path / "config.json").is_file():
-        raise FileNotFoundError(f"{model} has no config.json; give a folder written by save_pretrained or efla train")
-    if not path.is_dir() and (path.is_absolute() or model.startswith(".") or model.count("/") != 1):
+    if source in presets.names():
+        return presets.get(source)
+    if "/" not in source and not Path(source).is_dir():
         raise FileNotFoundError(
-            f"{model!r} is neither a folder, a hub name (owner/name) nor a preset; presets: {', '.join(presets.names())}"
+            f"{source!r} is neither a folder with a model, a name on the hub (owner/name) nor a preset; "
+            f"presets: {', '.join(presets.names())}"
         )
-    values, _ = EflaConfig.get_config_dict(model)
+    values, _ = EflaConfig.get_config_dict(find_model(source))
     kind = values.get("model_type")
     if kind != "efla":
-        raise ValueError(f"{model} is a {kind!r} model; `efla convert` reads flash-linear-attention's into ours")
+        raise ValueError(f"{source} is a {kind!r} model; `efla convert` reads flash-linear-attention's into ours")
     return EflaConfig.from_dict(values)
 
 
@@ -98,49 +114,40 @@ def load_model(
     device: str = "cpu",
     dtype: str = "auto",
 ) -> Loaded:
-    """The causal language model in a folder (or a training run's) or of that name on the hub, from safetensors only.
+    """A causal language model, ours or any of transformers, from safetensors only.
 
+    source: as in :func:`find_model`. tokenizer: a folder, a name on the hub or "bytes"; default the model's own.
     max_length: default the config's ``max_position_embeddings``, else 2,048.
     """
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    import efla.models  # noqa: F401  (transformers then knows model_type "efla")
-    from efla.models import presets
-
     if source in presets.names():
         raise ValueError(f"{source!r} is a preset without weights; train it first: efla train --help")
     name = name or source
-    source = weights_folder(source)
+    source = find_model(source)
     folder = Path(source)
-    if folder.is_dir():
-        if not (folder / "config.json").is_file():
-            raise FileNotFoundError(
-                f"{source} has no config.json; give a folder written by save_pretrained or efla train"
-            )
-        if not any(folder.glob("*.safetensors")):
-            raise FileNotFoundError(
-                f"{source} holds no weights (*.safetensors); pickled ones (*.bin) are not read, as they can run code"
-            )
-    elif folder.is_absolute() or source.startswith(".") or source.count("/") > 1 or folder.exists():
-        raise FileNotFoundError(f"{source!r} is neither a folder with a model nor a name on the hub (owner/name)")
+    if folder.is_dir() and not any(folder.glob("*.safetensors")):
+        raise FileNotFoundError(
+            f"{source} holds no weights (*.safetensors); pickled ones (*.bin) are not read, as they can run code"
+        )
     try:
         config: Any = AutoConfig.from_pretrained(source)
     except Exception as error:
         raise ValueError(f"the configuration of {source!r} could not be read: {_line(error)}") from error
-    chosen = _tokenizer(source, config, tokenizer)
+    chosen = _load_tokenizer(source, config, tokenizer)
     try:
-        with _no_bars():
+        with without_progress_bars():
             model: Any = AutoModelForCausalLM.from_pretrained(source, dtype=dtype, use_safetensors=True)
     except Exception as error:
         raise ValueError(f"the model {source!r} could not be loaded: {_line(error)}") from error
     model.to(device).eval()
     limit = getattr(config.get_text_config(), "max_position_embeddings", None) or 2048
-    return Loaded(name, model, chosen, int(max_length or limit), _digest(folder, config))
+    return Loaded(name, model, chosen, int(max_length or limit), source)
 
 
 @contextmanager
-def _no_bars() -> Iterator[None]:
-    """Loading some megabytes needs no bar of transformers'."""
+def without_progress_bars() -> Iterator[None]:
+    """Switch off transformers' progress bars, for loading and saving."""
     from transformers.utils import logging
 
     had_bars = logging.is_progress_bar_enabled()
@@ -152,8 +159,11 @@ def _no_bars() -> Iterator[None]:
             logging.enable_progress_bar()
 
 
-def _tokenizer(source: str, config: Any, tokenizer: str | None) -> Any:
+def _load_tokenizer(source: str, config: Any, tokenizer: str | None) -> Any:
+    """The tokenizer asked for, else the model's own, else bytes for a vocabulary of 256."""
     from transformers import AutoTokenizer
+
+    from efla.models.tokenizer import ByteTokenizer, is_byte_tokenizer
 
     folder = Path(source)
     has_own = not folder.is_dir() or any((folder / name).is_file() for name in _TOKENIZER_FILES)
@@ -164,9 +174,10 @@ def _tokenizer(source: str, config: Any, tokenizer: str | None) -> Any:
             f"{source} has no tokenizer and its vocabulary of {config.vocab_size} is not bytes; name one with --tokenizer"
         )
     try:
-        return AutoTokenizer.from_pretrained(tokenizer or source)
+        found = AutoTokenizer.from_pretrained(tokenizer or source)
     except Exception as error:
         raise ValueError(f"the tokenizer {tokenizer or source!r} could not be loaded: {_line(error)}") from error
+    return ByteTokenizer() if is_byte_tokenizer(found) else found
 
 
 def _digest(folder: Path, config: Any) -> str:

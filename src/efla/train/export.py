@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +12,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from efla.data.tokenizers import TextTokenizer
+from efla.models.loading import without_progress_bars
 from efla.train.engine import Engine, unwrap
 from efla.train.output import explain_write
 
@@ -30,7 +29,7 @@ def export(model: nn.Module, tokenizer: TextTokenizer, folder: Path, engine: Eng
         temporary, old = folder.with_name(f".{folder.name}.tmp"), folder.with_name(f".{folder.name}.old")
         try:
             shutil.rmtree(temporary, ignore_errors=True)
-            with _without_progress_bar():
+            with without_progress_bars():
                 network.save_pretrained(temporary, state_dict=weights)
             tokenizer.save(temporary)
             if folder.exists():
@@ -40,16 +39,3 @@ def export(model: nn.Module, tokenizer: TextTokenizer, folder: Path, engine: Eng
         except OSError as error:
             raise explain_write(error, folder) from error
     engine.barrier()
-
-
-@contextmanager
-def _without_progress_bar() -> Iterator[None]:
-    from transformers.utils import logging
-
-    shown = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if shown:
-            logging.enable_progress_bar()

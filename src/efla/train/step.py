@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from efla.data.streams import document_borders
-from efla.models.loss import IGNORED
+from efla.models.modeling_efla import IGNORED
 from efla.train.engine import Engine
 from efla.train.optimizer import set_rate
 
