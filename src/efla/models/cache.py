@@ -1,4 +1,4 @@
-"""All that is known here about transformers' cache: states in and out of it, and how many tokens it has seen.
+"""States in and out of transformers' cache, copies of it, and how many tokens it has seen.
 
 The cache is transformers' own (``DynamicCache(config=config)``, or any other it makes from ``config.layer_types``).
 """
@@ -33,20 +33,20 @@ def read_state(cache: Cache | None, layer_idx: int, batch_size: int) -> MixerSta
             "pass a batch of that size, or a new cache"
         )
     if torch.is_grad_enabled():
-        # The cache is overwritten in place; what the backward pass needs must stay as it was.
+        # The cache is overwritten in place; the backward pass needs the old values.
         memory = memory.clone()
     return MixerState(conv, memory)
 
 
 def write_state(cache: Cache, layer_idx: int, state: MixerState) -> None:
-    """Put a layer's state into the cache. A layer without convolutions leaves one zero, for the cache to know it was there."""
+    """Put a layer's state into the cache. A layer without convolutions writes one zero: the cache expects a state."""
     conv = state.memory.new_zeros(state.memory.shape[0], 1, 1) if state.conv is None else state.conv
     cache.update_conv_state(conv, layer_idx)
     cache.update_recurrent_state(state.memory, layer_idx)
 
 
 def seen_tokens(cache: Cache | None) -> int:
-    """How many tokens the cache has taken in."""
+    """Number of tokens the cache has seen."""
     if cache is None:
         return 0
     if not _is_all_recurrent(cache):
@@ -55,15 +55,15 @@ def seen_tokens(cache: Cache | None) -> int:
 
 
 def count_tokens(cache: Cache | None, num_tokens: int) -> None:
-    """Note that ``num_tokens`` more went in."""
+    """Add ``num_tokens`` to the number of tokens seen."""
     if cache is not None and _is_all_recurrent(cache):
         setattr(cache, _SEEN, seen_tokens(cache) + num_tokens)
 
 
 def add_get_seq_length(cache: Cache | None) -> None:
-    """Let a cache of recurrent layers alone answer ``get_seq_length``, which ``generate`` asks of every cache.
+    """Give a cache without attention layers the method ``get_seq_length``, which ``generate`` calls on every cache.
 
-    transformers keeps a length in attention layers only and raises without one.
+    transformers keeps the length in attention layers and raises without one.
     """
     if cache is not None and _is_all_recurrent(cache) and "get_seq_length" not in vars(cache):
         vars(cache)["get_seq_length"] = MethodType(_get_seq_length, cache)
@@ -99,10 +99,7 @@ def cached_state_bytes(cache: Cache) -> int:
 
 
 def select_rows(cache: Any, index: Tensor) -> Any:
-    """A new cache whose sequence i is sequence ``index[i]`` of the given one, which stays as it is.
-
-    Memories of recurrent layers are copied, as are the keys and values of softmax layers.
-    """
+    """A new cache whose sequence i is a copy of sequence ``index[i]`` of the given one."""
     selected = copy.copy(cache)
     selected.layers = []
     for layer in cache.layers:
@@ -116,7 +113,7 @@ def select_rows(cache: Any, index: Tensor) -> Any:
 
 
 def concat_caches(caches: Sequence[Cache], config: Any) -> Cache:
-    """One cache of the sequences of several, in their order. Every layer of the model must be a recurrent one of ours."""
+    """One cache with the sequences of several, in order. Every layer of the model must be one of our recurrent layers."""
     whole = DynamicCache(config=config)
     for layer in range(len(whole.layers)):
         convs = [x for cache in caches if (x := cache.get_conv_state(layer)) is not None]
@@ -128,7 +125,7 @@ def concat_caches(caches: Sequence[Cache], config: Any) -> Cache:
 
 
 def why_not_recurrent(model: Any) -> str | None:
-    """Why a state cannot be carried over windows at constant cost and without end, or ``None`` if it can."""
+    """Why the model cannot carry a state of constant size over any number of windows, or ``None`` if it can."""
     config = model.config.get_text_config()
     kinds = getattr(config, "layer_types", None)
     if kinds and all(kind == "linear_attention" for kind in kinds):

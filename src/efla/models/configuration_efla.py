@@ -1,4 +1,4 @@
-"""The configuration of every model here: ``rule`` and ``mixers`` choose what a layer is."""
+"""The configuration of every model: ``rule`` and ``mixers`` choose what a layer is."""
 
 from __future__ import annotations
 
@@ -15,21 +15,8 @@ from efla.models import register_with_transformers
 
 _OTHER_MIXERS = ("linear", "mamba2", "softmax")
 _POSITIVE = (
-    "vocab_size",
-    "hidden_size",
-    "num_hidden_layers",
-    "num_heads",
-    "num_key_heads",
-    "head_dim",
-    "value_head_dim",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "attention_head_dim",
-    "mamba_expand",
-    "mamba_head_dim",
-    "mamba_state_size",
-    "mamba_num_groups",
-    "loss_chunk_size",
+    "vocab_size hidden_size num_hidden_layers num_heads num_key_heads head_dim value_head_dim num_attention_heads "
+    "num_key_value_heads attention_head_dim mamba_expand mamba_head_dim mamba_state_size mamba_num_groups loss_chunk_size"
 )
 
 
@@ -48,8 +35,8 @@ class EflaConfig(PreTrainedConfig):
     mamba_*: the Mamba-2 layers. num_attention_heads, num_key_value_heads, attention_head_dim, rope_theta: softmax.
     intermediate_size: inner width of the SwiGLU, default 8/3 hidden_size rounded up to 256; 0 for none.
     residual_in_fp32: keep the residual stream in float32 (Mamba-2 does).
-    max_position_embeddings: the length trained on, for evaluation tools; nothing here is limited to it.
-    loss_chunk_size: tokens whose logits are held at once while the loss is computed.
+    max_position_embeddings: the training length, for evaluation tools; it limits nothing here.
+    loss_chunk_size: number of tokens whose logits are in memory at once while the loss is computed.
     backend, chunk_size: as in :func:`efla.linear_attention`.
     """
 
@@ -104,7 +91,7 @@ class EflaConfig(PreTrainedConfig):
             self.num_key_heads = self.num_heads
         if self.num_key_value_heads is None:
             self.num_key_value_heads = self.num_attention_heads
-        for name in _POSITIVE:
+        for name in _POSITIVE.split():
             value = getattr(self, name)
             if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
                 raise ValueError(f"{name} must be a positive integer, got {value!r}")
@@ -146,12 +133,7 @@ class EflaConfig(PreTrainedConfig):
 
     def _check_linear(self) -> None:
         if self.head_dim is None:
-            if self.hidden_size % self.num_heads:
-                raise ValueError(
-                    f"hidden_size {self.hidden_size} does not divide into num_heads = {self.num_heads} heads; "
-                    "choose another number of heads or give head_dim"
-                )
-            self.head_dim = self.hidden_size // self.num_heads
+            self.head_dim = self._width_per_head("num_heads", "head_dim")
         if self.value_head_dim is None:
             self.value_head_dim = self.head_dim
         if self.num_heads % (self.num_key_heads or 1):
@@ -162,21 +144,25 @@ class EflaConfig(PreTrainedConfig):
 
     def _check_softmax(self) -> None:
         if self.attention_head_dim is None:
-            if self.hidden_size % self.num_attention_heads:
-                raise ValueError(
-                    f"hidden_size {self.hidden_size} does not divide into num_attention_heads = "
-                    f"{self.num_attention_heads} heads; choose another number of heads or give attention_head_dim"
-                )
-            self.attention_head_dim = self.hidden_size // self.num_attention_heads
+            self.attention_head_dim = self._width_per_head("num_attention_heads", "attention_head_dim")
         if self.num_attention_heads % (self.num_key_value_heads or 1):
             raise ValueError(
                 f"num_attention_heads = {self.num_attention_heads} is not a multiple of num_key_value_heads = "
                 f"{self.num_key_value_heads}"
             )
 
+    def _width_per_head(self, heads: str, width: str) -> int:
+        num_heads: int = getattr(self, heads)
+        if self.hidden_size % num_heads:
+            raise ValueError(
+                f"hidden_size {self.hidden_size} does not divide into {heads} = {num_heads} heads; "
+                f"choose another number of heads or give {width}"
+            )
+        return self.hidden_size // num_heads
+
 
 def _reject_misspelt(kwargs: dict[str, Any], config: EflaConfig) -> None:
-    """transformers keeps unknown keys as attributes; one that looks like a field of ours is a slip."""
+    """Reject unknown keys that look like a field of ours; transformers keeps other unknown keys as attributes."""
     known = list(type(config).__annotations__)
     for key in kwargs:
         near = difflib.get_close_matches(key, known, n=1, cutoff=0.8)

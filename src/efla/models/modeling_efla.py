@@ -1,4 +1,4 @@
-"""One decoder for every mixer: embedding, blocks of mixer and SwiGLU, norm, head. ``config.mixers`` chooses the mixer.
+"""One decoder for every mixer: embedding, blocks of mixer and SwiGLU, norm, head, and the next-token loss.
 
 Shapes: B batch, T tokens, d hidden size, N packed sequences.
 """
@@ -47,6 +47,12 @@ def build_mixer(config: EflaConfig, layer_idx: int) -> nn.Module:
             head_dim=config.attention_head_dim,
             rope_theta=config.rope_theta,
         )
+    shared: dict[str, Any] = {
+        "conv_size": config.conv_size,
+        "eps": config.norm_eps,
+        "backend": config.backend,
+        "chunk_size": config.chunk_size,
+    }
     if mixer == "mamba2":
         return Mamba2(
             config.hidden_size,
@@ -54,11 +60,8 @@ def build_mixer(config: EflaConfig, layer_idx: int) -> nn.Module:
             head_dim=config.mamba_head_dim,
             state_size=config.mamba_state_size,
             num_groups=config.mamba_num_groups,
-            conv_size=config.conv_size,
             num_blocks=config.num_hidden_layers,
-            eps=config.norm_eps,
-            backend=config.backend,
-            chunk_size=config.chunk_size,
+            **shared,
         )
     return LinearAttention(
         config.hidden_size,
@@ -67,20 +70,17 @@ def build_mixer(config: EflaConfig, layer_idx: int) -> nn.Module:
         num_key_heads=config.num_key_heads,
         head_dim=cast(int, config.head_dim),
         value_head_dim=config.value_head_dim,
-        conv_size=config.conv_size,
         key_norm=config.key_norm,
         query_norm=config.query_norm,
         output_gate=config.output_gate,
         gate=config.gate,
         allow_neg_eigval=config.allow_neg_eigval,
-        eps=config.norm_eps,
-        backend=config.backend,
-        chunk_size=config.chunk_size,
+        **shared,
     )
 
 
 class EflaBlock(GradientCheckpointingLayer):  # type: ignore[misc]
-    """x = x + mixer(RMSNorm(x)); x = x + mlp(RMSNorm(x)), the second without an MLP left out. x: [B, T, d]."""
+    """x = x + mixer(RMSNorm(x)); x = x + mlp(RMSNorm(x)), the second only with an MLP. x: [B, T, d]."""
 
     def __init__(self, config: EflaConfig, layer_idx: int) -> None:
         super().__init__()
@@ -124,7 +124,7 @@ class EflaBlock(GradientCheckpointingLayer):  # type: ignore[misc]
 
 
 class EflaPreTrainedModel(CheckpointMixin, PreTrainedModel):
-    """Initialisation, and what transformers has to know."""
+    """Initialisation, and what transformers needs to know about the models."""
 
     config_class = EflaConfig
     config: EflaConfig
@@ -141,13 +141,15 @@ class EflaPreTrainedModel(CheckpointMixin, PreTrainedModel):
 
     def __init__(self, config: EflaConfig) -> None:
         super().__init__(config)
-        # A memory cannot be rolled back: no assisted decoding. A model of softmax layers alone can.
+        # A memory cannot be rolled back, so assisted decoding needs a model of softmax layers alone.
         self._is_stateful = "linear_attention" in cast(list[str], config.layer_types)
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
-        """Linear maps, convolutions and embeddings normal(0, 0.02), biases 0, gains 1 (spec lm.md 3.7), but for
-        the gates' parameters, Mamba-2's output map, and convolutions where ``conv_init`` is "default"."""
+        """Linear maps, convolutions and embeddings normal(0, 0.02), biases 0, gains 1.
+
+        Exceptions: the gates' parameters, Mamba-2's output map, and convolutions with ``conv_init="default"``.
+        """
         if isinstance(module, ShortConvolution):
             module.reset_parameters(self.config.conv_init, self.config.initializer_range)
         elif isinstance(module, (LinearAttention, Mamba2)):
@@ -180,16 +182,16 @@ class EflaModel(EflaPreTrainedModel):
         cu_seqlens: Tensor | None = None,
         **kwargs: Any,
     ) -> BaseModelOutputWithPast:
-        """Run the blocks; with a cache, from where it stands.
+        """Run the blocks, continuing from the cache if there is one.
 
         attention_mask: [B, T], or [B, past + T] with a cache; zero at padding, which never changes real tokens.
-        cu_seqlens: [N + 1] borders of packed sequences in the flattened [B * T] axis, row starts among them; also said by
-            ``position_ids`` that start anew (then without attention_mask, as transformers' collators do).
+        cu_seqlens: [N + 1] boundaries of packed sequences in the flattened [B * T] axis, including each row's start.
+            ``position_ids`` that restart, without attention_mask, say the same (as transformers' collators do).
         """
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("pass exactly one of input_ids and inputs_embeds")
         if inputs_embeds is None:
-            # An adapter around the embedding (PEFT) need not say its size.
+            # An adapter around the embedding (PEFT) may not have num_embeddings.
             num_tokens = getattr(self.embed_tokens, "num_embeddings", self.config.vocab_size)
             check_token_ids(cast(Tensor, input_ids), num_tokens)
             inputs_embeds = self.embed_tokens(input_ids)
@@ -221,7 +223,7 @@ class EflaModel(EflaPreTrainedModel):
                     inputs_embeds=inputs_embeds,
                     attention_mask=attention_mask,
                     past_key_values=past_key_values,
-                    position_ids=position_ids,  # only looked through for packed sequences; counted ones hold none
+                    position_ids=position_ids,  # only used to find packed sequences
                 )
             position_ids = self._positions(position_ids, attention_mask, past_key_values, T, inputs_embeds.device)
         hidden = inputs_embeds
@@ -286,14 +288,14 @@ class EflaForCausalLM(EflaPreTrainedModel, GenerationMixin):
     ) -> CausalLMOutputWithPast:
         """Predict the next token. labels: [B, T], shifted here; -100 is not predicted.
 
-        shift_labels (by keyword): [B, T], already shifted, in place of labels: what each token is to be followed by.
+        shift_labels (by keyword): [B, T], already shifted, in place of labels: the token that follows each token.
 
         skip_logits: with labels, compute the loss chunk by chunk and return ``logits=None``; default while training.
             A vocabulary of 32,000 then costs loss_chunk_size * 32,000 numbers, not B * T * 32,000.
         logits_to_keep: logits of the last so many tokens only (0: all), or of the positions given.
         Arguments otherwise as in :class:`EflaModel`. A packed sequence's first token is never a label.
         """
-        # Not a named parameter: transformers' Trainer would wait for it as for every one that is called a label.
+        # Not a named parameter: transformers' Trainer expects a batch to contain every parameter called a label.
         shift_labels = kwargs.pop("shift_labels", None)
         source = input_ids if input_ids is not None else inputs_embeds
         if labels is not None and source is not None:
@@ -337,7 +339,7 @@ class EflaForCausalLM(EflaPreTrainedModel, GenerationMixin):
         )
 
     def _validate_generation_mode(self, generation_mode: Any, generation_config: Any, mode_kwargs: Any) -> None:
-        """Refuse to guess ahead with a memory, as the model that checks the guesses or as the one that makes them."""
+        """Refuse assisted decoding with a memory, as the main model or as the assistant."""
         is_assisted = generation_mode == GenerationMode.ASSISTED_GENERATION
         if self._is_stateful and (is_assisted or generation_config.is_assistant):
             kinds = sorted(set(cast(list[str], self.config.mixers)) - {"softmax"})
@@ -364,12 +366,12 @@ def next_token_loss(
     num_items: int | Tensor | None = None,
     shift: bool = True,
 ) -> Tensor:
-    """Mean over tokens of -log softmax(head(h_t))[label_{t+1}], the logits held for ``chunk_size`` tokens at a time.
+    """Mean over tokens of -log softmax(head(h_t))[label_{t+1}], with logits of ``chunk_size`` tokens at a time.
 
     hidden: [B, T, d]; labels: [B, T], -100 where nothing is to be predicted.
     head: a module that maps [1, n, d] to [1, n, vocabulary], or the weight [vocabulary, d] of a linear map.
     num_items: divide by this instead of the number of labels (gradient accumulation over uneven batches).
-    The backward pass computes each chunk's logits again, so that memory is chunk_size * vocabulary, not T * vocabulary.
+    The backward pass recomputes each chunk's logits, so memory is chunk_size * vocabulary, not T * vocabulary.
     """
     if shift:
         labels = functional.pad(labels, (0, 1), value=IGNORED)[..., 1:]
@@ -393,10 +395,10 @@ def next_token_loss(
 
 
 def _plain_weight(head: nn.Module) -> nn.Module | Tensor:
-    """The weight of a head whose call is nothing but ``functional.linear`` with it; any other head as it is.
+    """The weight of a head that only calls ``functional.linear``; any other head unchanged.
 
-    The backward pass computes the logits again. A weight that is passed on then stays the one of the forward pass, also
-    under ``torch.func.functional_call``.
+    The backward pass recomputes the logits; given the weight, it uses the same one as the forward pass, also under
+    ``torch.func.functional_call``.
     """
     is_plain = (
         type(head) is nn.Linear  # neither a subclass nor parametrized, which makes one

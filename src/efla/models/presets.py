@@ -1,7 +1,7 @@
 """Configurations by name: ``efla.presets.get("efla-340m")``.
 
-The 340m and 1.3b sizes are those of the paper and of flash-linear-attention's training files (spec lm.md 2.2); ``tiny``
-is the quick CPU size over bytes (spec 7.2), all six within 2 % of 470,000 parameters.
+The 340m and 1.3b sizes are those of the paper and of flash-linear-attention's training files. ``tiny`` is the quick CPU size
+over bytes; its six models are within 2 % of 470,000 parameters.
 """
 
 from __future__ import annotations
@@ -24,48 +24,41 @@ _MODELS: dict[str, dict[str, Any]] = {
 }
 
 _BYTES = {"vocab_size": 256, "bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0, "norm_eps": 1e-6}
-_MAMBA = {"norm_eps": 1e-5, "residual_in_fp32": True}
-# Key head widths stay at 128 in the gated models, as the paper says; values are twice as wide, 6 d^2 weights a mixer.
-_SIZES: dict[str, dict[str, dict[str, Any]]] = {
-    "tiny": {
-        "ungated": {"hidden_size": 128, "num_hidden_layers": 2, "num_heads": 2, "intermediate_size": 352, **_BYTES},
-        "gated": {"hidden_size": 128, "num_hidden_layers": 2, "num_heads": 2, "intermediate_size": 304, **_BYTES},
-        "mamba2": {"hidden_size": 128, "num_hidden_layers": 3, **_BYTES},
-        "transformer": {
-            "hidden_size": 128,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 2,
-            "intermediate_size": 352,
-            **_BYTES,
-        },
-    },
-    "340m": {
-        "ungated": {"hidden_size": 1024, "num_hidden_layers": 24, "num_heads": 8},
-        "gated": {
-            "hidden_size": 1024,
-            "num_hidden_layers": 21,
-            "num_heads": 6,
-            "head_dim": 128,
-            "value_head_dim": 256,
-        },
-        "mamba2": {"hidden_size": 1024, "num_hidden_layers": 48, **_MAMBA},
-        "transformer": {"hidden_size": 1024, "num_hidden_layers": 24, "num_attention_heads": 16},
-    },
-    "1.3b": {
-        "ungated": {"hidden_size": 2048, "num_hidden_layers": 24, "num_heads": 16},
-        "gated": {
-            "hidden_size": 2048,
-            "num_hidden_layers": 21,
-            "num_heads": 12,
-            "head_dim": 128,
-            "value_head_dim": 256,
-        },
-        "mamba2": {"hidden_size": 2048, "num_hidden_layers": 48, **_MAMBA},
-        "transformer": {"hidden_size": 2048, "num_hidden_layers": 24, "num_attention_heads": 32},
-    },
-}
 
-# The CPU protocol's arms (spec lm.md 7.2): the model, and the two controls that change the key norm alone.
+
+def _paper_size(hidden_size: int, num_heads: int, gated_heads: int) -> dict[str, dict[str, Any]]:
+    """The paper's sizes. Gated models keep key heads of width 128; their values are twice as wide: 6 d^2 weights a mixer."""
+    wide = {"num_hidden_layers": 21, "num_heads": gated_heads, "head_dim": 128, "value_head_dim": 256}
+    return {
+        "ungated": {"hidden_size": hidden_size, "num_hidden_layers": 24, "num_heads": num_heads},
+        "gated": {"hidden_size": hidden_size, **wide},
+        "mamba2": {"hidden_size": hidden_size, "num_hidden_layers": 48, "norm_eps": 1e-5, "residual_in_fp32": True},
+        "transformer": {"hidden_size": hidden_size, "num_hidden_layers": 24, "num_attention_heads": 2 * num_heads},
+    }
+
+
+def _byte_size(
+    hidden_size: int, num_layers: int, num_heads: int, widths: tuple[int, int], mamba: dict[str, int]
+) -> dict[str, dict[str, Any]]:
+    """A CPU size over bytes. widths: the inner width of the SwiGLU, without and with gates."""
+    shared = {"hidden_size": hidden_size, **_BYTES}
+    blocks = {"num_hidden_layers": num_layers, **shared}
+    return {
+        "ungated": {"num_heads": num_heads, "intermediate_size": widths[0], **blocks},
+        "gated": {"num_heads": num_heads, "intermediate_size": widths[1], **blocks},
+        "mamba2": {**mamba, **shared},
+        "transformer": {"num_attention_heads": num_heads, "intermediate_size": widths[0], **blocks},
+    }
+
+
+_SIZES: dict[str, dict[str, dict[str, Any]]] = {
+    "tiny": _byte_size(128, 2, 2, (352, 304), {"num_hidden_layers": 3}),
+    "340m": _paper_size(1024, 8, 6),
+    "1.3b": _paper_size(2048, 16, 12),
+}
+_FULL = _byte_size(192, 4, 3, (512, 448), {"num_hidden_layers": 7, "mamba_state_size": 64})
+
+# The arms of the CPU protocol: each model, and two controls that change the key norm alone.
 _ARMS: dict[str, tuple[str, dict[str, Any]]] = {
     "delta-l2": ("deltanet", {}),
     "exact-flow": ("efla", {}),
@@ -75,12 +68,6 @@ _ARMS: dict[str, tuple[str, dict[str, Any]]] = {
     "attention": ("transformer", {}),
     "delta-raw": ("deltanet", {"key_norm": False}),
     "exact-flow-l2": ("efla", {"key_norm": True}),
-}
-_FULL: dict[str, dict[str, Any]] = {
-    "ungated": {"hidden_size": 192, "num_hidden_layers": 4, "num_heads": 3, "intermediate_size": 512},
-    "gated": {"hidden_size": 192, "num_hidden_layers": 4, "num_heads": 3, "intermediate_size": 448},
-    "mamba2": {"hidden_size": 192, "num_hidden_layers": 7, "mamba_state_size": 64},
-    "transformer": {"hidden_size": 192, "num_hidden_layers": 4, "num_attention_heads": 3, "intermediate_size": 512},
 }
 
 
@@ -104,13 +91,13 @@ def arms() -> list[str]:
 
 
 def arm(name: str, profile: str = "quick", **overrides: Any) -> EflaConfig:
-    """An arm of the CPU protocol in one of its two sizes, "quick" or "full"; vocabularies are bytes."""
+    """An arm of the CPU protocol in size "quick" or "full"; the vocabulary is bytes."""
     if name not in _ARMS:
         raise unknown_name("arm", name, _ARMS)
     if profile not in ("quick", "full"):
         raise unknown_name("profile", profile, ["quick", "full"])
     model, control = _ARMS[name]
-    size = _SIZES["tiny"][_shape(model)] if profile == "quick" else {**_FULL[_shape(model)], **_BYTES}
+    size = (_SIZES["tiny"] if profile == "quick" else _FULL)[_shape(model)]
     return _build({**_MODELS[model], **size, **control, **overrides})
 
 
