@@ -261,9 +261,9 @@ def test_the_convolution_skips_padding_in_a_row_shorter_than_its_width(where):
 def test_packed_sequences_are_apart(name):
     layer = MIXERS.get(name) or SoftmaxAttention(WIDTH, num_heads=2).double()
     x = torch.randn(1, 30, WIDTH, dtype=torch.float64)
-    borders = [0, 4, 5, 5, 21, 30]
-    packed, _ = layer(x, cu_seqlens=torch.tensor(borders, dtype=torch.int32))
-    separate = torch.cat([layer(x[:, a:b])[0] for a, b in pairwise(borders) if b > a], dim=1)
+    boundaries = [0, 4, 5, 5, 21, 30]
+    packed, _ = layer(x, cu_seqlens=torch.tensor(boundaries, dtype=torch.int32))
+    separate = torch.cat([layer(x[:, a:b])[0] for a, b in pairwise(boundaries) if b > a], dim=1)
     torch.testing.assert_close(packed, separate, atol=1e-10, rtol=0)
 
 

@@ -249,12 +249,12 @@ def test_the_compiled_model_is_the_model_in_one_graph(fields):  # test_torch_com
         plain, torch.autograd.grad(compiled(tokens, labels=tokens).loss, list(model.parameters())), strict=True
     ):
         torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-4)
-    # packed input, by borders: their number is not known while tracing, their tensor is
-    borders = torch.tensor([0, 4, 9, 18], dtype=torch.int32)
+    # packed input, by boundaries: their number is not known while tracing, their tensor is
+    boundaries = torch.tensor([0, 4, 9, 18], dtype=torch.int32)
     with torch.no_grad():
         torch.testing.assert_close(
-            compiled(tokens, labels=tokens, cu_seqlens=borders).loss,
-            model(tokens, labels=tokens, cu_seqlens=borders).loss,
+            compiled(tokens, labels=tokens, cu_seqlens=boundaries).loss,
+            model(tokens, labels=tokens, cu_seqlens=boundaries).loss,
         )
 
 

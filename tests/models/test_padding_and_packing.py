@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import DataCollatorWithFlattening, DynamicCache
 
-from efla.models.inputs import packed_borders
+from efla.models.inputs import packed_boundaries
 from tests.models.tiny import ALL, EFLA, HYBRID, MAIN, random_tokens, tiny_model
 
 MASKS = {
@@ -51,11 +51,16 @@ def test_packed_sequences_equal_separate_documents(fields, given):
     model = tiny_model(**fields).double()
     lengths = [5, 1, 2, 11, 4]
     documents = [random_tokens(1, length, seed=length) for length in lengths]
-    borders = torch.tensor([0, *torch.tensor(lengths).cumsum(0)], dtype=torch.int32)
+    boundaries = torch.tensor([0, *torch.tensor(lengths).cumsum(0)], dtype=torch.int32)
     packing = {
-        "cu_seqlens": {"cu_seqlens": borders},
+        "cu_seqlens": {"cu_seqlens": boundaries},
         "position_ids": {"position_ids": torch.cat([torch.arange(length) for length in lengths])[None]},
-        "cu_seq_lens_q": {"cu_seq_lens_q": borders, "cu_seq_lens_k": borders, "max_length_q": 11, "max_length_k": 11},
+        "cu_seq_lens_q": {
+            "cu_seq_lens_q": boundaries,
+            "cu_seq_lens_k": boundaries,
+            "max_length_q": 11,
+            "max_length_k": 11,
+        },
     }[given]
     packed = model(torch.cat(documents, dim=1), **packing).logits
     separate = torch.cat([model(document).logits for document in documents], dim=1)
@@ -101,13 +106,13 @@ def test_rows_of_a_packed_batch_are_apart(fields):
 
 
 def test_positions_that_run_on_are_one_sequence():
-    assert packed_borders(torch.arange(5, 14)[None], 3, 9) is None
-    assert packed_borders(torch.tensor([[0, 1, 0, 1, 2]]), 1, 5).tolist() == [0, 2, 5]
-    assert packed_borders(torch.tensor([[0, 1, 0], [0, 1, 2]]), 2, 3).tolist() == [0, 2, 3, 6]
+    assert packed_boundaries(torch.arange(5, 14)[None], 3, 9) is None
+    assert packed_boundaries(torch.tensor([[0, 1, 0, 1, 2]]), 1, 5).tolist() == [0, 2, 5]
+    assert packed_boundaries(torch.tensor([[0, 1, 0], [0, 1, 2]]), 2, 3).tolist() == [0, 2, 3, 6]
 
 
 def test_a_packed_sequence_may_not_run_on_into_the_next_row():
-    with pytest.raises(ValueError, match=r"border at each row's start.* 6 is missing"):
+    with pytest.raises(ValueError, match=r"boundary at each row's start.* 6 is missing"):
         tiny_model()(random_tokens(2, 6), cu_seqlens=torch.tensor([0, 4, 8, 12]))
 
 

@@ -1,1 +1,1 @@
-"""efla inside other people's software."""
+"""efla inside other libraries."""

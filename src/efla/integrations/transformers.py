@@ -1,14 +1,13 @@
-"""Fast CPU kernels for the gated-delta-rule models inside transformers: Qwen3-Next, Qwen3.5, OLMo-hybrid and their kin.
+"""Fast CPU kernels for the gated-delta-rule models inside transformers: Qwen3-Next, Qwen3.5, OLMo-hybrid and others.
 
     from efla.integrations.transformers import accelerate_cpu
     accelerate_cpu()                     # or: with accelerate_cpu(): ...
 
-On a CPU these models fall back to plain-torch functions that transformers itself calls much slower. The layers look those
-functions up in their module at every call; here they are replaced by ones that run ``native`` for CPU tensors and hand
-everything else to the original.
+On a CPU these models fall back to slow plain-torch functions. The layers look the functions up in their module at every
+call; :func:`accelerate_cpu` replaces them by functions that run ``native`` for CPU tensors and call the original otherwise.
 
-Packed sequences (``DataCollatorWithFlattening``), which transformers refuses on a CPU or runs together, are kept apart in
-every layer, whether ``cu_seq_lens_q``, ``seq_idx`` or ``position_ids`` tell where they start.
+Packed sequences (``DataCollatorWithFlattening``), which transformers rejects or mixes on a CPU, stay separate in every
+layer. ``cu_seq_lens_q``, ``seq_idx`` or ``position_ids`` say where they start.
 """
 
 from __future__ import annotations
@@ -25,9 +24,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers.activations import ACT2FN
-from transformers.cache_utils import Cache
 
-from efla.models.inputs import borders_of_positions, borders_of_starts, find_packing, positions_of_packed
+from efla.models.inputs import boundaries_of_positions, boundaries_of_starts, find_packing, positions_of_packed
 from efla.native import rows
 from efla.scans.api import linear_attention
 from efla.scans.validation import checks_values
@@ -38,7 +36,7 @@ _INPUTS = ("input_ids", "attention_mask", "position_ids", "past_key_values", "in
 
 
 class Acceleration:
-    """The replaced functions, to be put back by :meth:`restore` or at the end of a ``with`` block."""
+    """The replaced functions; :meth:`restore`, or leaving the ``with`` block, puts the originals back."""
 
     def __init__(self) -> None:
         self._originals: list[tuple[ModuleType | type, str, Callable[..., Any]]] = []
@@ -75,7 +73,7 @@ class Acceleration:
 
 
 def accelerate_cpu() -> Acceleration:
-    """Let transformers' gated-delta-rule models run on efla's kernels on the CPU; a warning if none of them has the hook.
+    """Run transformers' gated-delta-rule models on efla's CPU kernels; warns if it finds no function to replace.
 
     Calling it twice changes nothing. ``restore()`` on the first call's result, or leaving its ``with`` block, undoes it.
     """
@@ -198,39 +196,23 @@ def _convolution_on_cpu(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _with_packing(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Tell the recurrent layers of packed sequences where one starts, and the softmax layers by positions."""
+    """Tell the recurrent layers where packed sequences start, and the softmax layers by positions."""
 
-    def forward(
-        self: Any,
-        input_ids: Tensor | None = None,
-        attention_mask: Tensor | dict[str, Any] | None = None,
-        position_ids: Tensor | None = None,
-        past_key_values: Cache | None = None,
-        inputs_embeds: Tensor | None = None,
-        use_cache: bool | None = None,
-        **kwargs: Any,
-    ) -> Any:
-        tokens = input_ids if inputs_embeds is None else inputs_embeds
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        kwargs.update(zip(_INPUTS, args, strict=False))
+        embeddings = kwargs.get("inputs_embeds")
+        tokens = kwargs.get("input_ids") if embeddings is None else embeddings
         if tokens is not None and _runs_here(tokens):
             B, T = tokens.shape[:2]
-            cu_seqlens = _packing_of(attention_mask, position_ids, past_key_values, B, T, kwargs)
+            cu_seqlens = _packing_of(B, T, kwargs)
             if cu_seqlens is not None:
                 _check_layers_keep_apart(self.config)
-                kwargs["cu_seq_lens_q"] = cu_seqlens
+                # With a cache, transformers does not keep the sequences apart in softmax layers.
+                kwargs.update(cu_seq_lens_q=cu_seqlens, use_cache=False)
                 kwargs.pop("seq_idx", None)
-                use_cache = False  # with a cache, transformers does not keep the sequences apart in softmax layers
-                if position_ids is None:
-                    position_ids = positions_of_packed(cu_seqlens, B, T)
-        return original(
-            self,
-            input_ids=input_ids,
-            attention_mask=attention_mask,
-            position_ids=position_ids,
-            past_key_values=past_key_values,
-            inputs_embeds=inputs_embeds,
-            use_cache=use_cache,
-            **kwargs,
-        )
+                if kwargs.get("position_ids") is None:
+                    kwargs["position_ids"] = positions_of_packed(cu_seqlens, B, T)
+        return original(self, *args[len(_INPUTS) :], **kwargs)
 
     return forward
 
@@ -247,29 +229,23 @@ def _check_layers_keep_apart(config: Any) -> None:
         )
 
 
-def _packing_of(
-    attention_mask: Tensor | dict[str, Any] | None,
-    position_ids: Tensor | None,
-    past_key_values: Cache | None,
-    batch_size: int,
-    length: int,
-    kwargs: dict[str, Any],
-) -> Tensor | None:
-    """Boundaries [N + 1] in the flattened [B * T] axis, from what a collator gives; ``None`` without packing."""
-    seq_idx, given = kwargs.get("seq_idx"), kwargs.get("cu_seq_lens_q")
+def _packing_of(batch_size: int, length: int, kwargs: dict[str, Any]) -> Tensor | None:
+    """Boundaries [N + 1] in the flattened [B * T] axis, from the arguments of a model's forward; ``None`` without packing."""
+    seq_idx, given, position_ids = (kwargs.get(name) for name in ("seq_idx", "cu_seq_lens_q", "position_ids"))
     if given is None and seq_idx is not None:
         is_start = torch.ones_like(seq_idx, dtype=torch.bool)
         is_start[:, 1:] = seq_idx[:, 1:] != seq_idx[:, :-1]
-        given = borders_of_starts(is_start)
+        given = boundaries_of_starts(is_start)
     text_positions = position_ids
     if position_ids is not None and position_ids.dim() == 3:  # text, time, height and width, or the last three alone
         text_positions = position_ids[0] if position_ids.shape[0] == 4 else None
     if given is not None and position_ids is not None and checks_values(given):
-        said = None if text_positions is None else borders_of_positions(text_positions, batch_size, length)
+        said = None if text_positions is None else boundaries_of_positions(text_positions, batch_size, length)
         if said is None or not torch.equal(given.unique(), said):
             raise ValueError(
                 "position_ids must restart at each boundary of packed sequences that cu_seq_lens_q or seq_idx gives, and "
                 "nowhere else, because the mask of the softmax layers is made from them; leave position_ids out to have them "
                 "counted"
             )
-    return find_packing(attention_mask, text_positions, past_key_values, given, batch_size, length, kwargs)
+    mask, cache = kwargs.get("attention_mask"), kwargs.get("past_key_values")
+    return find_packing(mask, text_positions, cache, given, batch_size, length, kwargs)

@@ -24,10 +24,10 @@ GATES = ("mamba", "logsigmoid")
 
 
 class MixerState(NamedTuple):
-    """State of a mixer after some tokens; constant in their number.
+    """State of a mixer after some tokens, of constant size.
 
-    conv: [B, D, W - 1], the last inputs of the convolutions (``None`` without them); memory: [B, H, K, V], float32 or
-    wider, S of the recurrence.
+    conv: [B, D, W - 1], the last inputs of the convolutions (``None`` without them).
+    memory: [B, H, K, V], float32 or wider, S of the recurrence.
     """
 
     conv: Tensor | None
@@ -38,7 +38,7 @@ class MixerState(NamedTuple):
 
 
 class LinearAttention(nn.Module):
-    """Token mixer whose memory is updated by a rule (paper: section on the EFLA layer; spec lm.md 3.1).
+    """Token mixer whose memory is updated by a rule (paper: section on the EFLA layer).
 
         q, k, v = silu(conv(W x)),  beta = sigmoid(Wb x),  log_gate = -exp(A_log) softplus(Wa x + dt_bias)
         S_t = exp(log_decay) (I - erase k k^T) S_{t-1} + write k v^T,      o_t = K^-1/2 S_t^T q_t
@@ -117,7 +117,7 @@ class LinearAttention(nn.Module):
         self.o_proj = nn.Linear(value_size, hidden_size, bias=False)
 
     def initial_values(self) -> dict[str, Tensor]:
-        """Fresh draws of the parameters that are neither a linear map, a convolution nor a gain."""
+        """New random values of the gate's parameters."""
         if not hasattr(self, "A_log"):
             return {}
         device = self.A_log.device
@@ -137,8 +137,8 @@ class LinearAttention(nn.Module):
     ) -> tuple[Tensor, MixerState | None]:
         """Mix the tokens of x and, if asked, return the state after them.
 
-        mask: [B, T], false at padding, which changes nothing for real tokens wherever it stands.
-        cu_seqlens: [N + 1] borders of sequences in the flattened [B * T] axis, where each row's start is one.
+        mask: [B, T], false at padding, which never changes real tokens.
+        cu_seqlens: [N + 1] boundaries of sequences in the flattened [B * T] axis, including each row's start.
         """
         shape = x.shape
         if cu_seqlens is not None:
@@ -146,7 +146,7 @@ class LinearAttention(nn.Module):
         q, k, v, conv_state = self._queries_keys_values(x, mask, cu_seqlens, state, output_state)
         beta, log_gate = self._step_inputs(x)
         if mask is not None:
-            # The step that does nothing: no key, no strength, no decay.
+            # A step that does nothing: no key, no beta, no decay.
             padding = ~mask.bool()
             k = k.masked_fill(padding[..., None, None], 0)
             beta, log_gate = (None if s is None else s.masked_fill(padding[..., None], 0) for s in (beta, log_gate))

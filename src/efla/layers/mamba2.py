@@ -18,14 +18,14 @@ from efla.layers.short_conv import SequenceNeighbours, ShortConvolution
 
 
 class Mamba2(nn.Module):
-    """State-space mixer of Mamba-2 (spec lm.md 3.5).
+    """State-space mixer of Mamba-2.
 
         z, x, B, C, dt = W u;     x, B, C = silu(conv(x, B, C));     dt = softplus(dt + dt_bias)
         S_t = exp(-exp(A_log) dt) S_{t-1} + dt B_t x_t^T,        y_t = S_t^T C_t + D x_t
         out = Wo RMSNorm( y * silu(z) )
 
     u, out: [B, T, hidden_size]. B and C [B, T, G, N] are shared by the heads of a group; S: [B, H, N, P].
-    num_blocks: depth of the model around it; ``out_proj`` starts smaller by its square root.
+    num_blocks: depth of the model; the initial ``out_proj`` is divided by its square root.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class Mamba2(nn.Module):
             self.out_proj.weight.copy_(self.initial_values()["out_proj.weight"])
 
     def initial_values(self) -> dict[str, Tensor]:
-        """Fresh draws of the parameters that do not start as the model's other linear maps and gains do."""
+        """New random values of the parameters that are not initialised as other linear maps and gains."""
         device = self.A_log.device
         bound = (self.inner_size * self.num_blocks) ** -0.5
         return {

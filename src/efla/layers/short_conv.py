@@ -15,7 +15,7 @@ from efla.errors import unknown_name
 from efla.native import rows
 from efla.scans.validation import has_values
 
-# Up to this many tokens the sum of W shifted products beats torch's convolution, whose set-up dominates.
+# Up to this many tokens, a sum of W shifted products is faster than torch's convolution.
 _FEW_TOKENS = 8
 
 
@@ -37,9 +37,8 @@ class ShortConvolution(nn.Module):
         y_t = silu( bias + sum_i weight[:, i] * x_{t - W + 1 + i} ),      x = 0 before the start
 
     x, y: [B, T, D]. ``state`` [B, D, W - 1] holds the last W - 1 inputs, oldest first, which precede the first token.
-    A padded token (``mask`` [B, T] false) is skipped: its neighbours see each other as if it were not there, and its
-    own output is meaningless. ``cu_seqlens`` [N + 1] are borders of sequences in the flattened [B * T] axis; no window
-    reaches over one.
+    A padded token (``mask`` [B, T] false) is skipped as if it were absent; its own output is meaningless.
+    ``cu_seqlens`` [N + 1] are boundaries of sequences in the flattened [B * T] axis; no window crosses one.
     """
 
     def __init__(
@@ -92,7 +91,7 @@ class ShortConvolution(nn.Module):
             y = rows.causal_conv(*arguments)
             return (rows.torch_conv(*arguments, dtype=x.dtype) if y is None else y).view_as(x), None
         if mask is not None and state is None and _is_left_padding(mask):
-            # Zeros are what stands before a sequence anyway.
+            # A sequence is preceded by zeros anyway.
             x = x.masked_fill(~mask.bool()[..., None], 0)
             mask = None
         order = None if mask is None else _real_tokens_first(mask)
@@ -141,7 +140,7 @@ class ShortConvolution(nn.Module):
 
 
 def _real_tokens_first(mask: Tensor) -> Tensor:
-    """Order [B, T] that moves each row's padding behind its real tokens and keeps both in sequence."""
+    """Order [B, T] that moves each row's padding behind its real tokens and is otherwise stable."""
     return torch.argsort((~mask.bool()).to(torch.int8), dim=1, stable=True)
 
 
@@ -159,7 +158,7 @@ def _is_known(condition: bool) -> bool:
 
 
 def _is_left_padding(mask: Tensor) -> bool:
-    """Whether every row's padding [B, T] stands before its real tokens, looked up where that makes no device wait."""
+    """Whether every row's padding [B, T] precedes its real tokens; checked on the CPU only, where it needs no synchronisation."""
     if not has_values(mask) or mask.device.type != "cpu":
         return False
     is_real = mask.bool()

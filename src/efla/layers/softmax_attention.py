@@ -1,4 +1,4 @@
-"""Softmax attention with rotary positions, the quadratic baseline and the other half of a hybrid.
+"""Softmax attention with rotary positions: the quadratic baseline, and a layer of hybrid models.
 
 Shapes: B batch, T new tokens, S all tokens so far, H heads, D width per head.
 """
@@ -16,7 +16,7 @@ from efla.native.rows import position_in_sequence
 
 
 class SoftmaxAttention(nn.Module):
-    """Causal multi-head attention over all tokens so far (spec lm.md 3.6).
+    """Causal multi-head attention over all tokens so far.
 
         o_t = sum_{i <= t} softmax_i( R_t q_t . R_i k_i / sqrt(D) ) v_i,      y = Wo o
 
@@ -25,7 +25,7 @@ class SoftmaxAttention(nn.Module):
     bias: of the four linear maps, default none.
     """
 
-    is_causal = True  # transformers' attention functions ask the module
+    is_causal = True  # read by transformers' attention functions
 
     def __init__(
         self,
@@ -148,7 +148,7 @@ def _causal(T: int, device: torch.device) -> Tensor:
 
 
 def _packed_positions_and_mask(cu_seqlens: Tensor, B: int, T: int) -> tuple[Tensor, Tensor]:
-    """Positions [B, T] that start anew with each packed sequence, and the mask [B, 1, T, T] that keeps them apart."""
+    """Positions [B, T] that restart with each packed sequence, and the mask [B, 1, T, T] that separates them."""
     positions = position_in_sequence(cu_seqlens, B * T).view(B, T)
     start = torch.arange(B * T, device=positions.device).view(B, T) - positions
     same = start[:, :, None] == start[:, None, :]

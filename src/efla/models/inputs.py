@@ -14,7 +14,7 @@ from efla.scans.validation import checks_values, has_values
 
 
 def check_token_ids(input_ids: Tensor, vocab_size: int) -> None:
-    """Name a token id outside the vocabulary before the embedding's lookup fails on it."""
+    """Raise for a token id outside the vocabulary."""
     if not checks_values(input_ids) or input_ids.numel() == 0:
         return
     low, high = (int(x) for x in input_ids.aminmax())
@@ -45,8 +45,8 @@ def local_padding_mask(attention_mask: Tensor | dict[str, Any] | None, length: i
     return mask
 
 
-def packed_borders(position_ids: Tensor | None, batch_size: int, length: int) -> Tensor | None:
-    """Borders [N + 1] of sequences in the flattened [B * T] axis where positions start anew, or ``None`` if none does."""
+def packed_boundaries(position_ids: Tensor | None, batch_size: int, length: int) -> Tensor | None:
+    """Boundaries [N + 1] of sequences in the flattened [B * T] axis where positions restart, or ``None`` if none does."""
     if position_ids is None or position_ids.dim() != 2:
         return None
     if not has_values(position_ids):
@@ -54,36 +54,36 @@ def packed_borders(position_ids: Tensor | None, batch_size: int, length: int) ->
             "under torch.compile, on the meta device and with fake tensors packed sequences must be given as cu_seqlens: how "
             "many there are is not known from position_ids; without packing leave position_ids out"
         )
-    borders = borders_of_positions(position_ids, batch_size, length)
-    return None if borders.shape[0] == batch_size + 1 else borders
+    boundaries = boundaries_of_positions(position_ids, batch_size, length)
+    return None if boundaries.shape[0] == batch_size + 1 else boundaries
 
 
-def borders_of_positions(position_ids: Tensor, batch_size: int, length: int) -> Tensor:
-    """Borders [N + 1] at each row's start and where positions [B or 1, T] do not count on."""
+def boundaries_of_positions(position_ids: Tensor, batch_size: int, length: int) -> Tensor:
+    """Boundaries [N + 1] at each row's start and where positions [B or 1, T] do not increase by one."""
     position_ids = position_ids.expand(batch_size, length)
     starts = torch.ones_like(position_ids, dtype=torch.bool)
     starts[:, 1:] = position_ids[:, 1:] != position_ids[:, :-1] + 1
-    return borders_of_starts(starts)
+    return boundaries_of_starts(starts)
 
 
-def borders_of_starts(starts: Tensor) -> Tensor:
-    """Borders [N + 1] of sequences that start at the true elements of ``starts`` [B, T]."""
-    borders = starts.reshape(-1).nonzero().flatten()
-    return torch.cat([borders, borders.new_tensor([starts.numel()])]).to(torch.int32)
+def boundaries_of_starts(starts: Tensor) -> Tensor:
+    """Boundaries [N + 1] of sequences that start at the true elements of ``starts`` [B, T]."""
+    boundaries = starts.reshape(-1).nonzero().flatten()
+    return torch.cat([boundaries, boundaries.new_tensor([starts.numel()])]).to(torch.int32)
 
 
 def positions_of_packed(cu_seqlens: Tensor, batch_size: int, length: int) -> Tensor:
-    """Positions [B, T] that start anew with each packed sequence."""
+    """Positions [B, T] that restart with each packed sequence."""
     return position_in_sequence(cu_seqlens, batch_size * length).view(batch_size, length)
 
 
 def check_row_starts(cu_seqlens: Tensor, batch_size: int, length: int) -> None:
-    """A sequence never runs on into the next row: each row's start must be a border."""
+    """Raise unless each row's start is a boundary: sequences do not span rows."""
     if batch_size > 1 and checks_values(cu_seqlens):
         missing = set(range(0, batch_size * length, length)) - set(cu_seqlens.tolist())
         if missing:
             raise ValueError(
-                f"cu_seqlens must have a border at each row's start, every T = {length} tokens of the flattened [B * T] axis; "
+                f"cu_seqlens must have a boundary at each row's start, every T = {length} tokens of the flattened [B * T] axis; "
                 f"{min(missing)} is missing"
             )
 
@@ -97,7 +97,7 @@ def find_packing(
     length: int,
     kwargs: dict[str, Any],
 ) -> Tensor | None:
-    """Borders [N + 1] of packed sequences from ``cu_seqlens``, flash-attention's ``cu_seq_lens_q`` or positions."""
+    """Boundaries [N + 1] of packed sequences from ``cu_seqlens``, flash-attention's ``cu_seq_lens_q`` or positions."""
     given = cu_seqlens if cu_seqlens is not None else kwargs.get("cu_seq_lens_q")
     if given is not None:
         if attention_mask is not None:
@@ -105,5 +105,5 @@ def find_packing(
         check_row_starts(given, batch_size, length)
         return given.to(torch.int32)
     if attention_mask is None and length > 1 and (past_key_values is None or not seen_tokens(past_key_values)):
-        return packed_borders(position_ids, batch_size, length)
+        return packed_boundaries(position_ids, batch_size, length)
     return None

@@ -1,1 +1,1 @@
-"""Scans: the operations that run the recurrence. ``efla.scan`` and ``efla.linear_attention`` are the entrances."""
+"""Scans run the recurrence over tokens. The entry points are ``efla.scan`` and ``efla.linear_attention``."""

@@ -121,8 +121,8 @@ def scan(
 
         S_t = exp(log_decay_t) (I - erase_t k_t k_t^T) S_{t-1} + write_t k_t v_t^T,      o_t = scale S_t^T q_t
 
-    ``log_decay=None`` means no decay and ``erase=None`` nothing erased. A padded token is the step that does nothing:
-    log_decay = erase = write = 0. Everything else as in :func:`linear_attention`.
+    ``log_decay=None`` means no decay and ``erase=None`` nothing erased. A padded token is a step that does nothing:
+    log_decay = erase = write = 0. Other arguments are those of :func:`linear_attention`.
     """
     if validation.enabled:
         validation.check_qkv(q, k, v)
@@ -157,7 +157,7 @@ _announced: str | None = None
 
 
 def _announce(backend: str) -> None:
-    """Say once what "auto" took; remembers the string object itself, the cheapest test in a loop of single tokens."""
+    """Log once which backend "auto" chose; remembers the string object, the cheapest test when decoding."""
     global _announced
     if backend == "auto":
         log_choice("native", "cpu")
@@ -167,7 +167,7 @@ def _announce(backend: str) -> None:
 def _step_coefficients(
     rule: UpdateRule, lam: Tensor, beta: Tensor | None, log_gate: Tensor | None, dtype: torch.dtype
 ) -> tuple[Tensor | None, Tensor | None, Tensor]:
-    """The rule's scalars [B, T, Hv] in ``dtype``, worked out in lam's, the widest: they are few, and stiff keys need it."""
+    """The rule's scalars [B, T, Hv] in ``dtype``, computed in lam's dtype, the widest, which stiff keys need."""
     beta, log_gate = (None if x is None else x.to(lam.dtype) for x in (beta, log_gate))
     log_decay, erase, write = rule.coefficients(beta, lam, log_gate)
     return _convert(log_decay if rule.has_decay else None, erase if rule.has_erase else None, write, dtype)
@@ -176,7 +176,7 @@ def _step_coefficients(
 def _convert(
     log_decay: Tensor | None, erase: Tensor | None, write: Tensor, dtype: torch.dtype
 ) -> tuple[Tensor | None, Tensor | None, Tensor]:
-    """The scalars in that dtype. If erase is write, it stays so: backends have a cheaper kernel for that."""
+    """The scalars in ``dtype``. If erase is write, it stays the same tensor: backends have a faster kernel for that."""
     converted = write.to(dtype)
     if erase is write:
         erase = converted

@@ -1,4 +1,4 @@
-"""The two functions of keys that come before a scan, with gradients that hold for norms from 1e-18 to 1e18."""
+"""Squared norms and L2 normalisation of keys, with gradients that are right for norms from 1e-18 to 1e18."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ _FUSED_FIELDS = (
 def fake_result(
     request: ScanRequest | FusedRequest, save: bool, saved_size: Callable[[], int]
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Empty (o, final_state, saved) of the right sizes; ``saved_size`` is asked for an unpacked call only."""
+    """Empty (o, final_state, saved) of the right sizes; ``saved_size`` is called for unpacked input only."""
     size: int | torch.SymInt = 0
     if save and (request.cu_seqlens is not None or isinstance(request.k.shape[1], torch.SymInt)):
         # How many chunks a packed batch has depends on its boundaries, which a fake tensor does not hold; and an exact size
@@ -50,7 +50,7 @@ def fake_result(
 
 
 def register_gradients(operator: CustomOpDef, backward_operator: CustomOpDef, num_tensors: int) -> None:
-    """Give an operator the autograd formula that calls its backward operator, and that one its fake kernel."""
+    """Register the autograd formula of an operator and the fake kernel of its backward operator."""
 
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
         ctx.settings = inputs[num_tensors + 1 : -1]
@@ -142,14 +142,14 @@ register_gradients(scan_op, scan_backward_op, num_tensors=7)
 
 
 def run_scan(request: ScanRequest, backend: str) -> ScanResult:
-    """Run a validated request through the operator; keeps for the backward pass only what one will need."""
+    """Run a validated request through the operator; saves for the backward pass only if there will be one."""
     tensors = request.tensors()
     save = needs_gradient(*tensors)
     return ScanResult(*scan_op(*tensors, request.cu_seqlens, request.scale, request.chunk_size, backend, save))
 
 
 def without_autocast(x: Tensor) -> torch.autocast:
-    """Switches autocast off: casting the inputs alone does not keep it from recasting inside."""
+    """Switch autocast off: it would cast again inside, even if the inputs are cast."""
     # The meta device has no autocast of its own.
     return torch.autocast("cpu" if x.is_meta else x.device.type, enabled=False)
 
@@ -208,7 +208,7 @@ register_gradients(fused_op, fused_backward_op, num_tensors=6)
 
 
 def run_fused(request: FusedRequest, *, in_place: bool = False) -> ScanResult:
-    """Run a validated request, past torch's dispatcher where nothing needs it: in decoding that costs more than the work."""
+    """Run a validated request, without torch's dispatcher where possible: in decoding it costs more than the kernel."""
     tensors = (request.q, request.k, request.v, request.beta, request.log_gate, request.initial_state)
     save = needs_gradient(*tensors)
     if not save and _is_plain_eager(request):
@@ -220,7 +220,7 @@ def run_fused(request: FusedRequest, *, in_place: bool = False) -> ScanResult:
 
 
 def check_status(status: int, request: FusedRequest) -> None:
-    """Raise for values outside the rule's domain, which the kernels notice in passing."""
+    """Raise for values outside the rule's domain, which the kernels report."""
     if status & 1 and request.beta is not None and validation.checks_values(request.beta):
         raise validation.beta_error(float(request.beta.min()))
     if status & 2 and request.log_gate is not None and validation.checks_values(request.log_gate):
@@ -228,7 +228,7 @@ def check_status(status: int, request: FusedRequest) -> None:
 
 
 def _is_plain_eager(request: FusedRequest) -> bool:
-    """Whether no tracer, tensor subclass or transform is watching."""
+    """Whether no tracer, tensor subclass or function transform is active."""
     return (
         type(request.q) is Tensor
         and not torch.compiler.is_compiling()

@@ -1,4 +1,4 @@
-"""What a scan is asked to do, and what a backend has to offer."""
+"""What a scan computes (requests and results), and the interface of a backend."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class ScanRequest(_Request):
 
 @dataclass(frozen=True, kw_only=True)
 class FusedRequest(_Request):
-    """The same call before its scalars are worked out, for backends that do that inside: beta, log_gate: [B, T, Hv]."""
+    """The same call before its scalars are computed, for backends that compute them: beta, log_gate: [B, T, Hv]."""
 
     rule: str
     beta: Tensor | None

@@ -1,4 +1,4 @@
-"""Checks of the caller's input, each with what was expected, what came and what to do.
+"""Checks of the caller's input; each error says what was expected, what came and what to do.
 
 Shapes, dtypes and devices are checked unless validation is switched off. Values (beta >= 0, log_gate <= 0, sane
 cu_seqlens) are checked where looking at them needs no device synchronisation; see :func:`set_validation`.
@@ -67,7 +67,7 @@ def checks_values(tensor: Tensor) -> bool:
 
 
 def warn_about_layout(k: Tensor) -> None:
-    """Say so if k looks head-major, [B, H, T, K]: there are more heads than tokens, which only short prompts have."""
+    """Warn if k looks head-major, [B, H, T, K]: it has more heads than tokens."""
     length, num_heads = k.shape[1:3]
     if enabled and 1 < length < num_heads and not torch.compiler.is_compiling():
         warnings.warn(

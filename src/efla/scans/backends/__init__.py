@@ -1,4 +1,4 @@
-"""The backends by name, and the choice among them. Adding one is one file and one line in ``_BACKENDS``."""
+"""The backends by name, and the choice among them. A new backend is one file and one entry of ``_BACKENDS``."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from efla.phi import forward_mode
 from efla.scans.backends import chunked, fla, native, reference
 from efla.scans.request import Backend
 
-# In the order in which "auto" tries them; the oracle supports everything and is never chosen for speed.
+# In the order in which "auto" tries them; the reference supports everything and comes last.
 _BACKENDS = cast("dict[str, Backend]", {module.name: module for module in (native, fla, chunked, reference)})
 
 _logger = logging.getLogger("efla")
@@ -62,5 +62,5 @@ def _why_not(backend: Backend, k: Tensor, v: Tensor, dtype: torch.dtype) -> str 
 
 @cache
 def log_choice(name: str, device: str, passed_over: str = "") -> None:
-    """Say once which backend "auto" took on a device, and why it passed over those before it."""
+    """Log once which backend "auto" chose on a device, and why not those before it."""
     _logger.info("backend %r runs scans on %s%s", name, device, f" ({passed_over})" if passed_over else "")

@@ -4,12 +4,12 @@ Inside a chunk of C tokens, with G the cumulative log_decay and D_ij = exp(G_i -
 
     M = I + StrictTril(diag(erase) K K^T . D)             unit lower triangular: solved, never inverted
     [U W] = M^-1 [diag(write) V, diag(erase e^G) K]       one solve per chunk, all chunks at once
-    X = U - W S0                                          what each token really writes
+    X = U - W S0                                          what each token writes
     O = scale (diag(e^G) Q S0 + (Q K^T . D . Tril) X)
     S1 = e^{G_C} S0 + (diag(e^{G_C - G}) K)^T X           the only loop, over chunks
 
-The backward pass keeps S0 of every chunk and recomputes the rest. Chunks are worked on in groups of bounded size, so
-that no temporary grows with the length. Derivation: docs/derivations.md, sections 5 and 6.
+The backward pass keeps S0 of every chunk and recomputes the rest. Chunks are processed in groups of bounded size, so
+no temporary grows with the length. Derivation: docs/derivations.md, sections 5 and 6.
 
 Shapes: M chunks of a group, H value heads, C tokens, K and V widths.
 """
@@ -28,11 +28,11 @@ from efla.scans.request import ScanGradients, ScanRequest, ScanResult, sequence_
 name = "chunked"
 own_autograd = False
 
-# exp of it is zero in every precision; a log_decay of -inf is brought up to it, since -inf - -inf is no number.
+# exp of it is zero in every precision. A log_decay of -inf is raised to it, since -inf - -inf is NaN.
 _CLOSED = -1e4
 # Largest [M, H, C, C] temporary, in elements.
 _GROUP_ELEMENTS = 1 << 21
-# A chunk much longer than the keys are wide sums up more roundings than the token-by-token run makes, and costs more.
+# For narrow keys a long chunk is slower and rounds more than a token-by-token run.
 _NARROW, _SHORT_CHUNK = 8, 8
 
 
@@ -56,7 +56,7 @@ def _chunk_length(k: Tensor, chunk_size: int) -> int:
 
 
 def forward(request: ScanRequest, save: bool) -> ScanResult:
-    """Run all groups of chunks, handing the states on."""
+    """Run the groups of chunks in order, each from the states of the last."""
     plan = _plan(request)
     o = torch.empty_like(request.v, memory_format=torch.contiguous_format)
     state = request.new_state(len(plan.order))
@@ -75,7 +75,7 @@ def forward(request: ScanRequest, save: bool) -> ScanResult:
             before[now] = active
             written[now] = updates[now] if weights is None else updates[now] - weights[now] @ active
             active.mul_(chunks.decay_all[now]).add_(chunks.k_to_end[now].mT @ written[now])
-        # A product with zero keeps what is not finite: what a token writes may reach later tokens only.
+        # 0 * inf is NaN, so the product below would let a non-finite write reach earlier tokens: mask those rows.
         is_spoiled = (~written.isfinite()).any(-1, keepdim=True).cummax(2).values
         read = chunks.attention() @ written.masked_fill_(is_spoiled, 0)
         chunks.store(o, (request.scale * (chunks.q_from_start @ before + read)).masked_fill_(is_spoiled, torch.nan))
@@ -171,7 +171,7 @@ def _plan(request: ScanRequest) -> _ChunkPlan:
     batch, length = request.k.shape[:2]
     boundaries = sequence_boundaries(batch, length, request.cu_seqlens)
     longest = max((end - start for start, end in pairwise(boundaries)), default=0)
-    # Short sequences need no long chunk; they are one chunk either way.
+    # A short sequence is one chunk either way.
     chunk_size = _chunk_length(request.k, request.chunk_size)
     return _ChunkPlan.build(boundaries, min(chunk_size, max(16, 1 << max(longest - 1, 0).bit_length())))
 
@@ -244,7 +244,7 @@ class _ChunkPlan:
                 starts += [start + position for start in self.starts[:running]]
                 counts += [min(length - position, self.chunk_size) for length in self.lengths[:running]]
                 step += 1
-            # Made on the host and sent over: nothing here waits for the device.
+            # Built on the host, so nothing waits for the device.
             tokens = torch.tensor(starts)[:, None] + offsets
             is_padding = real = None
             if min(counts) < self.chunk_size:

@@ -1,6 +1,6 @@
 """The oracle: the recurrence token by token, in plain torch, differentiated by autograd.
 
-It is slow on purpose: there is nothing between the equation and the code. float64 stays float64.
+It follows the equation line by line and is slow. float64 stays float64.
 """
 
 from __future__ import annotations

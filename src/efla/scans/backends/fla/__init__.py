@@ -115,9 +115,9 @@ def forward(request: ScanRequest, save: bool) -> ScanResult:
 
 
 def backward(request: ScanRequest, saved: Tensor, grad_o: Tensor, grad_final_state: Tensor | None) -> ScanGradients:
-    """Runs the operation again, recorded by autograd, and goes back through it.
+    """Run the operation again, recorded by autograd, and differentiate it.
 
-    The operator that calls this has switched recording off for its inside; the guard switches it on again.
+    The calling operator has disabled autograd's dispatch keys; the guard enables them.
     """
     names = ("q", "k", "v", "log_decay", "erase", "write", "initial_state")
     with torch.enable_grad(), torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.AutogradFunctionality, False):

@@ -1,7 +1,7 @@
 """Which of flash-linear-attention's operations runs a request, and with which arguments.
 
-All of them are exact in values and gradients: none divides by erase. (Feeding the gated delta rule with
-v (write / erase) would be right forwards, but loses the gradient of a small erase in half precision.)
+All are exact in values and gradients, because none divides by erase. (The gated delta rule of v (write / erase) has the
+right values, but loses the gradient of a small erase in half precision.)
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from efla.scans.request import ScanRequest
 
 # Up to this length the recurrent kernels beat the chunked ones, by flash-linear-attention's own choice in its layers.
 SHORT = 64
-# exp of it is zero in float32. Gates closed further would only cost digits: the kernels add log_decay up over 64 tokens
-# in float32, and -inf - -inf is no number.
+# exp of it is zero in float32. A lower log_decay would only cost digits: the kernels sum it over 64 tokens in float32,
+# and -inf - -inf is NaN.
 CLOSED = -88.0
 
 
@@ -130,7 +130,7 @@ def _scale_in_float32(x: Tensor, factor: Tensor) -> Tensor:
 
 
 def is_one_tensor(erase: Tensor | None, write: Tensor) -> bool:
-    """Whether erase and write are the same numbers at the same place, seen without looking at the values."""
+    """Whether erase and write share their memory, without reading values."""
     return erase is not None and erase.data_ptr() == write.data_ptr() and erase.stride() == write.stride()
 
 
@@ -143,7 +143,7 @@ def _sequences_per_row(request: ScanRequest) -> int:
 
 
 def _run_nothing(request: ScanRequest) -> tuple[Tensor, Tensor]:
-    """No token at all: no output, and every state as it was."""
+    """Without tokens: no output, states unchanged."""
     o = request.v.clone(memory_format=torch.contiguous_format)
     if request.initial_state is None:
         return o, request.new_state(request.num_sequences).zero_()

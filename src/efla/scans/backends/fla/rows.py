@@ -1,6 +1,6 @@
-"""What comes before an operation, in one pass each: rows times scalars, and squared norms of rows, with gradients.
+"""Rows times scalars and squared norms of rows, in one pass each, with gradients.
 
-In eager torch the same takes several passes, for Gated EFLA a third of a training step's memory traffic. Imports triton.
+Eager torch takes several passes, for Gated EFLA a third of a training step's memory traffic. Imports triton.
 """
 
 # Kernels are compiled by Triton, which has its own types.
