@@ -10,7 +10,7 @@ from efla.models.configuration_efla import EflaConfig
 
 
 def count_parameters(config: EflaConfig) -> int:
-    """Number of distinct parameters, found by building the model on the meta device (no memory)."""
+    """Number of distinct parameters; builds the model on the meta device, without memory."""
     from efla.models.modeling_efla import EflaForCausalLM
 
     with torch.device("meta"):
@@ -19,7 +19,7 @@ def count_parameters(config: EflaConfig) -> int:
 
 
 def state_bytes(config: EflaConfig, dtype: torch.dtype = torch.float32) -> int:
-    """Bytes of recurrent state per sequence, whatever its length: float32 memory and the convolutions' last inputs.
+    """Bytes of recurrent state per sequence of any length: float32 memory and the convolutions' last inputs.
 
     Per linear layer 4 H K V + b (2 Hk K + H V) (W - 1), per Mamba-2 layer 4 H N P + b (H P + 2 G N) (W - 1), where b is
     the size of ``dtype``; a layer without convolutions leaves 4 bytes.

@@ -1,7 +1,7 @@
-"""Checkpoints of flash-linear-attention (configurations, tensor names, folders), to ours and back.
+"""Conversion of flash-linear-attention's checkpoints (configurations, tensor names, folders) to ours and back.
 
-Four of its model types: ``delta_net``, ``gated_deltanet``, ``mamba2`` and ``transformer``, and the first two with softmax
-layers among them. ``mamba2`` covers transformers' own Mamba-2 checkpoints too, whose tensors have the same names.
+Model types: ``delta_net`` and ``gated_deltanet`` (also with some softmax layers), ``mamba2`` and ``transformer``.
+``mamba2`` includes transformers' own Mamba-2 checkpoints, whose tensors have the same names.
 """
 
 from __future__ import annotations
@@ -29,19 +29,32 @@ _SHARED = (
     "vocab_size hidden_size num_hidden_layers norm_eps initializer_range max_position_embeddings tie_word_embeddings "
     "use_cache pad_token_id bos_token_id eos_token_id"
 )
-# What fla may be asked to do and this library does not: field -> the only value taken.
-_FIXED: dict[str, dict[str, Any]] = {
-    "delta_net": {"use_beta": True, "qk_norm": "l2", "qk_activation": "silu", "attnres_block_size": None},
-    "gated_deltanet": {"attnres_block_size": None},
+# Options of fla that this library has for some values only: field -> the values accepted, the default first.
+_SWISH: dict[str, tuple[Any, ...]] = {"hidden_act": ("swish", "silu")}
+_BLOCK = {**_SWISH, "attnres_block_size": (None,)}
+_GATE = {"output_gate_activation": ("swish", "silu")}
+_ACCEPTED: dict[str, dict[str, tuple[Any, ...]]] = {
+    "delta_net": {"use_beta": (True,), "qk_norm": ("l2",), "qk_activation": ("silu",), **_GATE, **_BLOCK},
+    "gated_deltanet": {**_GATE, **_BLOCK},
     "mamba2": {
-        "use_bias": False,
-        "use_conv_bias": True,
-        "D_has_hdim": False,
-        "rmsnorm": True,
-        "norm_before_gate": False,
+        "use_bias": (False,),
+        "use_conv_bias": (True,),
+        "D_has_hdim": (False,),
+        "rmsnorm": (True,),
+        "norm_before_gate": (False,),
+        "n_groups": (1,),  # fla normalises each group by itself
+        **_SWISH,
     },
-    "transformer": {"qkv_bias": False, "qk_norm": False, "window_size": None, "attnres_block_size": None},
+    "transformer": {"qkv_bias": (False,), "qk_norm": (False,), "window_size": (None,), **_BLOCK},
 }
+# Mamba-2's sizes: our field, fla's field, its default.
+_MAMBA_SIZES = (
+    ("mamba_expand", "expand", 2),
+    ("mamba_head_dim", "head_dim", 64),
+    ("mamba_state_size", "state_size", 128),
+    ("mamba_num_groups", "n_groups", 1),
+    ("conv_size", "conv_kernel", 4),
+)
 
 # Patterns of ours and theirs; the first pair that matches is used. {} stands for a layer's number.
 _BLOCK_NAMES = (
@@ -66,13 +79,7 @@ def config_from_fla(fla: dict[str, Any]) -> EflaConfig:
     kind = fla.get("model_type")
     if kind not in MODEL_TYPES:
         raise unknown_name("flash-linear-attention model type", kind, MODEL_TYPES)
-    for field, value in _FIXED[kind].items():
-        if fla.get(field, value) != value:
-            raise ValueError(f"{kind} with {field} = {fla[field]!r} has no counterpart here; only {value!r} has")
-    if fla.get("hidden_act", "swish") not in ("swish", "silu"):
-        raise ValueError(
-            f"{kind} with hidden_act = {fla['hidden_act']!r} has no counterpart here; only 'silu' (or 'swish') has"
-        )
+    _check_accepted(kind, fla, _ACCEPTED[kind])
     ours: dict[str, Any] = {key: fla[key] for key in _SHARED.split() if key in fla}
     ours["conv_init"] = "normal"
     hidden, layers = int(fla["hidden_size"]), int(fla["num_hidden_layers"])
@@ -84,25 +91,15 @@ def config_from_fla(fla: dict[str, Any]) -> EflaConfig:
         ours.update(
             mixers=["mamba2"],
             intermediate_size=0,
-            mamba_expand=int(fla.get("expand", 2)),
-            mamba_head_dim=fla.get("head_dim", 64),
-            mamba_state_size=fla.get("state_size", 128),
-            mamba_num_groups=fla.get("n_groups", 1),
-            conv_size=fla.get("conv_kernel", 4),
+            **{field: int(fla.get(theirs, default)) for field, theirs, default in _MAMBA_SIZES},
             norm_eps=fla.get("norm_eps", fla.get("layer_norm_epsilon", 1e-5)),
             residual_in_fp32=fla.get("residual_in_fp32", True),
         )
-        if ours["mamba_num_groups"] != 1:
-            raise ValueError("mamba2 with n_groups other than 1 normalises by group, which this library does not")
         return EflaConfig(**ours)
     ours["intermediate_size"] = fla.get("intermediate_size") or _fla_width(hidden, fla.get("hidden_ratio") or 4)
     if kind == "transformer":
         ours.update(mixers=["softmax"], **_softmax_fields(fla))
         return EflaConfig(**ours)
-    if fla.get("output_gate_activation", "swish") not in ("swish", "silu"):
-        raise ValueError(
-            f"output_gate_activation = {fla['output_gate_activation']!r} has no counterpart here; only 'swish' has"
-        )
     heads = int(fla["num_heads"])
     value_heads = int(fla.get("num_v_heads") or heads)
     if kind == "delta_net":
@@ -131,7 +128,7 @@ def config_from_fla(fla: dict[str, Any]) -> EflaConfig:
 
 
 def config_to_fla(config: EflaConfig) -> dict[str, Any]:
-    """flash-linear-attention's config.json for one of ours, or an error that says what it has no counterpart for."""
+    """flash-linear-attention's config.json for one of ours; raises for what it has no model for."""
     mixers = cast(list[str], config.mixers)
     kinds = set(mixers) - {"softmax"}
     fla: dict[str, Any] = {key: getattr(config, key) for key in _SHARED.split()}
@@ -146,12 +143,8 @@ def config_to_fla(config: EflaConfig) -> dict[str, Any]:
         fla.update(
             model_type="mamba2",
             architectures=["Mamba2ForCausalLM"],
-            expand=config.mamba_expand,
-            head_dim=config.mamba_head_dim,
-            state_size=config.mamba_state_size,
-            n_groups=1,
-            conv_kernel=config.conv_size,
             residual_in_fp32=config.residual_in_fp32,
+            **{theirs: getattr(config, field) for field, theirs, _ in _MAMBA_SIZES},
         )
         return fla
     fla["intermediate_size"] = config.intermediate_size
@@ -204,16 +197,19 @@ def rename(key: str, kind: str, to_fla: bool) -> str:
 
 
 def _softmax_fields(fla: dict[str, Any]) -> dict[str, Any]:
-    for field, value in _FIXED["transformer"].items():
-        if fla.get(field, value) != value:
-            raise ValueError(
-                f"softmax attention with {field} = {fla[field]!r} has no counterpart here; only {value!r} has"
-            )
+    _check_accepted("softmax attention", fla, _ACCEPTED["transformer"])
     return {
         "num_attention_heads": fla["num_heads"],
         "num_key_value_heads": fla.get("num_kv_heads"),
         "rope_theta": fla.get("rope_theta") or 10_000.0,
     }
+
+
+def _check_accepted(what: str, fla: dict[str, Any], accepted: dict[str, tuple[Any, ...]]) -> None:
+    for field, values in accepted.items():
+        if fla.get(field, values[0]) not in values:
+            only = " or ".join(map(repr, values))
+            raise ValueError(f"{what} with {field} = {fla[field]!r} has no counterpart here; only {only} has")
 
 
 def _number(value: Any) -> float:
@@ -292,7 +288,7 @@ def convert_folder(source: str | Path, target: str | Path) -> dict[str, Any]:
 
 
 def _check(config: EflaConfig, shapes: dict[str, torch.Size], source: Path) -> None:
-    """Hold the tensors against the model that the configuration describes, without building it."""
+    """Raise unless the tensors fit the model of the configuration, which is built on the meta device."""
     from efla.models.modeling_efla import EflaForCausalLM
 
     with torch.device("meta"):

@@ -1,4 +1,4 @@
-"""Loading that names what is wrong, saving as safetensors with a model card."""
+"""Loading with errors that name what does not fit; saving as safetensors with a model card."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ if TYPE_CHECKING:
 
     from efla.models.configuration_efla import EflaConfig
 
-# A head may be new, or left behind, when a checkpoint is loaded for another task.
+# A head may be missing or unexpected when a checkpoint is loaded for another task.
 _HEADS = ("lm_head.", "score.")
 
 
 class CheckpointMixin:
-    """``from_pretrained`` that refuses a checkpoint which does not fit, and ``save_pretrained`` with a README."""
+    """``from_pretrained`` that rejects a checkpoint that does not fit, and ``save_pretrained`` with a model card."""
 
     @classmethod
     def from_pretrained(
@@ -31,7 +31,7 @@ class CheckpointMixin:
         strict: bool = True,
         **kwargs: Any,
     ) -> Self:
-        """As transformers', from safetensors only; ``strict=False`` lets missing tensors start afresh."""
+        """As in transformers, from safetensors only; ``strict=False`` initialises missing tensors."""
         wants_info = kwargs.pop("output_loading_info", False)
         lets_shapes_differ = kwargs.get("ignore_mismatched_sizes", False)
         if strict:
@@ -54,7 +54,7 @@ class CheckpointMixin:
         return (model, info) if wants_info else model  # type: ignore[return-value]
 
     def save_pretrained(self, save_directory: str | os.PathLike[str], *args: Any, **kwargs: Any) -> None:
-        """As transformers', with a README.md (model card) where there is none."""
+        """As in transformers; also writes README.md (a model card) if there is none."""
         super().save_pretrained(save_directory, *args, **kwargs)  # type: ignore[misc]
         readme = Path(save_directory) / "README.md"
         if readme.parent.is_dir() and not readme.exists():
@@ -62,7 +62,7 @@ class CheckpointMixin:
 
 
 def check_loading_info(name: str, source: object, info: dict[str, Any]) -> None:
-    """Raise if tensors are missing, unexpected or of another shape; heads of other tasks are let pass."""
+    """Raise if tensors are missing, unexpected or of another shape; heads of other tasks are ignored."""
     problems = []
     is_base = name == "EflaModel"
     for kind in ("missing_keys", "unexpected_keys"):
