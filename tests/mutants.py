@@ -67,16 +67,16 @@ EXCUSED: dict[tuple[str, str], str] = {
         "efla.evaluation.likelihood.x__prefill",
         "logits, cache = runner.prefill(_padded(prefixes, None, length, left=True), mask)",
     ): CPU,
-    ("efla.evaluation.run.x__evaluate_model", "device=settings.device,"): CPU,
+    ("efla.evaluation.run.xǁEvaluationǁevaluate", "device=settings.device,"): CPU,
     (
-        "efla.evaluation.harness_tasks.x_definition",
-        "return dict(load_yaml(Path(lm_eval.tasks.__file__).parent / _FILES[name], ))",
+        "efla.evaluation.tasks.x_definition",
+        "return dict(load_yaml(Path(lm_eval.tasks.__file__).parent / SOURCES[name].definition, ))",
     ): SAME,  # what is left out is the default
     (
         "efla.evaluation.perplexity.x__window",
         "return max(1, int(MAX_LOGITS / int(model.config.get_text_config().vocab_size)))",
     ): SAME,
-    ("efla.evaluation.positions.x_bits_by_position", "if low <= high:"): SAME,  # the sum over nothing is zero
+    ("efla.evaluation.perplexity.x_bits_by_position", "if low <= high:"): SAME,  # the sum over nothing is zero
     (
         "efla.evaluation.perplexity.x_why_not_carried",
         "tokens = [1 + 7 * i % (int(model.config.get_text_config().vocab_size) - 1) for i in range(34)]",
@@ -84,19 +84,19 @@ EXCUSED: dict[tuple[str, str], str] = {
     ("efla.models.loading.x__digest", "while piece := stream.read(1 << 22):"): "pieces of any size do",
     (
         "efla.evaluation.likelihood.x__batches",
-        "cost, start = [1], [0]  # of the best cut of the first i lengths, and where its last slice starts",
+        "cost, start = [1], [0]  # of the best cut of the first i lengths: its cost, and the start of its last slice",
     ): SAME,  # every cut costs one more
     (
-        "efla.evaluation.local_data.x_wikitext_pages",
+        "efla.evaluation.tasks.x__wikitext",
         'stripped = line.replace("= = =", "===").replace("= =", "XX==XX").strip()',
     ): SAME,  # a heading of a section still does not look like one of a page
     (
-        "efla.evaluation.run.x__carried",
-        'task = harness_tasks.load_task("wikitext", settings.data, )',
+        "efla.evaluation.run.xǁTaskEvaluationǁrun",
+        "task = load_task(name, settings.data, )",
     ): SAME,  # the records are cut again
     (
-        "efla.evaluation.run.x__harness",
-        'model, {"tasks": {name: task}, "groups": {}}, limit=settings.limit, log_samples=True',
+        "efla.evaluation.harness.x_run_task",
+        "results = evaluate(model, tasks, limit=limit, log_samples=True)",
     ): SAME,  # but slower: the standard errors are our own
     ("efla.evaluation.plot.x__plain_ticks", 'axes.set_xscale("log", )'): SAME,  # the ticks are given
 }

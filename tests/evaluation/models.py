@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
 from torch import nn
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
@@ -109,3 +110,11 @@ def data_folder() -> Path:
     if not given or not (Path(given) / "eval").is_dir():
         pytest.skip("EFLA_DATA names no folder with the evaluation sets (eval/, lambada/, wikitext-2/)")
     return Path(given)
+
+
+def quiet_console() -> Console:
+    return Console(quiet=True)
+
+
+def models_of(root: Path, *names: str) -> list[str]:
+    return [str(root / "models" / name) for name in names]

@@ -7,14 +7,28 @@ import math
 import numpy as np
 import pytest
 
-from efla.evaluation.columns import ACCURACIES, COLUMNS, PRINTED_AVERAGES, mean_accuracy, paper_rows
-from efla.evaluation.harness_results import standard_errors
-from efla.evaluation.items import Items, metric_items, paired_difference, paired_mean_difference, resamples
-from efla.evaluation.table import markdown, result_table, terminal
+from efla.evaluation.items import (
+    Items,
+    metric_items,
+    paired_difference,
+    paired_mean_difference,
+    resamples,
+    standard_errors,
+)
+from efla.evaluation.table import (
+    ACCURACIES,
+    COLUMNS,
+    PRINTED_AVERAGES,
+    markdown,
+    mean_accuracy,
+    paper_rows,
+    result_table,
+    terminal,
+)
 
 
 def test_the_papers_means_are_recomputed_from_its_rows():
-    """Spec lm.md section 6: the printed average of DeltaNet 340M is wrong, EFLA 1.3B is rounded up."""
+    """The printed average of DeltaNet 340M is wrong, that of EFLA 1.3B is rounded up."""
     means = {(size, model): mean_accuracy(row) for size in ("340M", "1.3B") for model, row in paper_rows(size).items()}
     expected = {
         ("340M", "Mamba-2"): 41.99,
@@ -68,8 +82,17 @@ def test_metrics_by_their_names():
     e = math.exp
     assert found == pytest.approx({"acc": 1, "acc_norm": 0, "perplexity": e(6), "word_perplexity": e(3),
                                    "byte_perplexity": e(1.5), "bits_per_byte": 1.5 / math.log(2)})  # fmt: skip
+    exact = {m: metric_items(records, m).exact_metric() for m in found}
+    assert exact == pytest.approx(found, rel=1e-15)
     hopeless = metric_items([{"log_prob": -1e4}], "perplexity")
-    assert hopeless.metric() == math.inf
+    assert hopeless.metric() == hopeless.exact_metric() == math.inf
+
+
+def test_exact_metrics_round_once():
+    """Sums in which small numbers would be lost one by one."""
+    records = [{"log_prob": value, "words": 1, "bytes": 1} for value in (-1e16, -1.0, -1.0, 1e16)]
+    assert metric_items(records, "bits_per_byte").exact_metric() == 2 / 4 / math.log(2)
+    assert metric_items(records, "word_perplexity").exact_metric() == math.exp(0.5)
 
 
 def test_resamples_are_whole_and_the_same_for_the_same_seed():

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from efla.evaluation.recall import adapted, make_batch, recall, usable_tokens
+from efla.evaluation.recall import finetune_on_recall, make_batch, recall, usable_tokens
 from efla.models import EflaForCausalLM
 from tests.evaluation.models import UniformLM, byte_config
 
@@ -77,18 +77,20 @@ def test_training_on_recall_leaves_the_model_itself_alone():
     torch.manual_seed(0)
     model = EflaForCausalLM(byte_config()).eval()
     before = {name: p.clone() for name, p in model.named_parameters()}
-    copied = adapted(model, usable_tokens(256, [0]), [(2, 16)], steps=3, seed=0, batch_tokens=64)
+    copied = finetune_on_recall(model, usable_tokens(256, [0]), [(2, 16)], steps=3, seed=0, batch_tokens=64)
     assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
     assert any(not torch.equal(p, before[name]) for name, p in copied.named_parameters())
     told: list[int] = []
-    once = adapted(model, usable_tokens(256, [0]), [(2, 16)], steps=1, seed=0, batch_tokens=64, progress=told.append)
+    once = finetune_on_recall(
+        model, usable_tokens(256, [0]), [(2, 16)], steps=1, seed=0, batch_tokens=64, progress=told.append
+    )
     assert told == [1]
     moved = max(float((p - before[name]).detach().abs().max()) for name, p in once.named_parameters())
     assert moved == pytest.approx(1e-3, rel=0.05), "AdamW's first step is as long as its rate"
     with pytest.raises(ValueError, match="at least one step"):
-        adapted(model, usable_tokens(256, [0]), [], steps=3, seed=0)
+        finetune_on_recall(model, usable_tokens(256, [0]), [], steps=3, seed=0)
     with pytest.raises(ValueError, match="at least one step"):
-        adapted(model, usable_tokens(256, [0]), [(2, 16)], steps=0, seed=0)
+        finetune_on_recall(model, usable_tokens(256, [0]), [(2, 16)], steps=0, seed=0)
 
 
 @pytest.mark.slow
@@ -100,7 +102,7 @@ def test_a_rule_learns_to_recall(rule):
     usable = usable_tokens(256, [0])[:32]
     batch = make_batch(usable, 4, 32, 64, seed=0)
     untrained = recall(model, batch, 4, 32)
-    copied = adapted(model, usable, [(4, 32)], steps=800, seed=0, rate=3e-3, batch_tokens=1024)
+    copied = finetune_on_recall(model, usable, [(4, 32)], steps=800, seed=0, rate=3e-3, batch_tokens=1024)
     trained = recall(copied, batch, 4, 32)
     assert untrained.among_values < 0.4
     assert trained.among_values > 0.8

@@ -7,7 +7,6 @@ import json
 import math
 import re
 import shutil
-from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,50 +16,26 @@ import torch
 from rich.console import Console
 
 from efla import cli
-from efla.data import corpora
-from efla.evaluation import ByteTokenizer, Request, bits_by_position, doubling_buckets, local_data, long_context, score
-from efla.evaluation.columns import PAPER_TASKS
+from efla.evaluation import ByteTokenizer, Request, score, tasks
 from efla.evaluation.items import read_items
-from efla.evaluation.long_context import LengthSettings, evaluate_length
-from efla.evaluation.progress import Display
-from efla.evaluation.prompts import count_words, wikitext_text
-from efla.evaluation.recall import adapted, make_batch, recall, usable_tokens
 from efla.evaluation.responses import ResponseLog
+from efla.evaluation.tasks import PAPER_TASKS
 from efla.models import loading
 from efla.models.loading import load_model, names_of
 from efla.runs.rows import read_rows
-from tests.evaluation.models import FAMILIES, data_folder, llama, trained
-from tests.evaluation.small_data import HUB, write_small_data
+from tests.evaluation.models import FAMILIES, data_folder, llama, models_of, quiet_console, trained
+from tests.evaluation.small_data import HUB
 
 pytest.importorskip("lm_eval", reason="the extra 'eval' is not installed")
 
-from efla.evaluation.run import Settings, evaluate
-
-
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory) -> Path:
-    """A data folder and models as they are saved."""
-    root = tmp_path_factory.mktemp("evaluation")
-    write_small_data(root / "data")
-    for name in ("efla", "softmax"):
-        trained(name).save_pretrained(root / "models" / name)
-    llama().save_pretrained(root / "models" / "llama")
-    return root
-
-
-def quiet_console() -> Console:
-    return Console(quiet=True)
-
-
-def models_of(root: Path, *names: str) -> list[str]:
-    return [str(root / "models" / name) for name in names]
+from efla.evaluation.run import EvaluationSettings, TaskEvaluation, evaluate
 
 
 @pytest.fixture(scope="module")
 def evaluated(folders) -> Path:
     """All ten tasks on a recurrent model, a softmax model of ours and one of transformers."""
     output = folders / "out"
-    settings = Settings(data=folders / "data")
+    settings = EvaluationSettings(data=folders / "data")
     evaluate(models_of(folders, "efla", "softmax", "llama"), settings, output, quiet_console())
     return output
 
@@ -122,15 +97,17 @@ def test_a_row_says_all_about_how_it_was_made(evaluated, folders):
 
 def test_a_carried_state_gives_the_likelihood_of_whole_articles(folders, tmp_path):
     """In windows of 32 bytes, which would see little of an article, and as the sum over its items."""
-    settings = Settings(data=folders / "data", tasks=("wikitext",), max_length=32, limit=1, share=False, samples=True)
+    settings = EvaluationSettings(
+        data=folders / "data", tasks=("wikitext",), max_length=32, limit=1, share=False, samples=True
+    )
     evaluate(models_of(folders, "efla"), settings, tmp_path, quiet_console())
     rows = {row["task"]: row for row in read_rows(tmp_path)}
-    (record,) = local_data.records("wikitext", folders / "data", 1)
-    text = ByteTokenizer().encode(wikitext_text(record["page"]), add_special_tokens=False)
+    (record,) = tasks.local_records("wikitext", folders / "data", 1)
+    text = ByteTokenizer().encode(tasks.definition("wikitext")["doc_to_target"](record), add_special_tokens=False)
     whole = score(trained("efla"), [Request([0, *text], len(text))])[0].log_prob
     (item,) = read_items(tmp_path / "items/efla/wikitext_carried.jsonl")
     size = len(record["page"].encode())
-    words = count_words(record["page"])
+    words = len(re.split(r"\s+", record["page"]))
     assert item == {"doc_id": 0, "log_prob": pytest.approx(whole, abs=1e-3), "words": words, "bytes": size}
     carried, windows = rows["wikitext_carried"], rows["wikitext"]
     assert carried["metrics"] == {
@@ -151,7 +128,9 @@ def test_a_task_from_the_hub_is_called_that(folders, tmp_path, monkeypatch):
 
     table = datasets.Dataset.from_list(HUB["piqa"]).cast_column("label", datasets.ClassLabel(names=["0", "1"]))
     monkeypatch.setattr(datasets, "load_dataset", lambda *a, **k: datasets.DatasetDict(train=table, validation=table))
-    (row,) = evaluate(models_of(folders, "efla"), Settings(tasks=("piqa",), limit=1), tmp_path, quiet_console())
+    (row,) = evaluate(
+        models_of(folders, "efla"), EvaluationSettings(tasks=("piqa",), limit=1), tmp_path, quiet_console()
+    )
     assert (row["data"], row["num_items"], row["num_items_in_set"]) == ("Hugging Face hub", 1, 2)
 
 
@@ -164,17 +143,17 @@ def test_answers_are_kept_for_one_model_one_task_and_one_protocol(folders, tmp_p
             super().__init__(path, belongs_to)
 
     monkeypatch.setattr("efla.evaluation.run.ResponseLog", Log)
-    settings = Settings(tasks=("piqa",), data=folders / "data", limit=1, max_length=100, tokenizer="bytes")
+    settings = EvaluationSettings(tasks=("piqa",), data=folders / "data", limit=1, max_length=100, tokenizer="bytes")
     evaluate(models_of(folders, "efla"), settings, tmp_path, quiet_console())
     ((path, belongs_to),) = seen
     assert path == tmp_path / "responses" / "efla__piqa.jsonl"
     digest = load_model(models_of(folders, "efla")[0]).digest
-    assert belongs_to == {"digest": digest, "task": "piqa", **settings.protocol}
-    assert settings.protocol["max_length"] == 100
+    assert belongs_to == {"digest": digest, "task": "piqa", **TaskEvaluation(settings).protocol}
+    assert belongs_to["max_length"] == 100
 
 
 def test_lines_on_the_console_tell_what_is_done_and_what_is_left_out(folders, tmp_path):
-    settings = Settings(tasks=("wikitext",), data=folders / "data", limit=1)
+    settings = EvaluationSettings(tasks=("wikitext",), data=folders / "data", limit=1)
     for when in (r"\d+\.\ds", "from an earlier run"):
         out = io.StringIO()
         evaluate(models_of(folders, "softmax"), settings, tmp_path, Console(file=out))
@@ -191,15 +170,14 @@ def test_a_finished_evaluation_is_not_run_again(evaluated, folders, monkeypatch)
     def refuse(*args: Any, **kwargs: Any) -> None:
         raise AssertionError("nothing is left to evaluate")
 
-    monkeypatch.setattr("efla.evaluation.run._harness", refuse)
-    monkeypatch.setattr("efla.evaluation.run._carried", refuse)
-    evaluate(models_of(folders, "efla", "llama"), Settings(data=folders / "data"), evaluated, quiet_console())
+    monkeypatch.setattr(TaskEvaluation, "run", refuse)
+    evaluate(models_of(folders, "efla", "llama"), EvaluationSettings(data=folders / "data"), evaluated, quiet_console())
     assert (evaluated / "rows.jsonl").read_bytes() == before
 
 
 def test_an_interrupted_task_goes_on_and_gives_the_same_rows(evaluated, folders, tmp_path, monkeypatch):
     source = models_of(folders, "efla")
-    settings = Settings(tasks=("hellaswag", "piqa"), data=folders / "data", batch_tokens=64)
+    settings = EvaluationSettings(tasks=("hellaswag", "piqa"), data=folders / "data", batch_tokens=64)
     add, kept = ResponseLog.add, []
 
     def interrupted(self: ResponseLog, answers: Any) -> None:
@@ -224,11 +202,11 @@ def test_another_model_of_the_same_name_and_other_settings_are_refused(evaluated
     twin = tmp_path / "efla"
     trained("delta").save_pretrained(twin)
     with pytest.raises(ValueError, match="another model called 'efla'"):
-        evaluate([str(twin)], Settings(data=folders / "data"), evaluated, quiet_console())
+        evaluate([str(twin)], EvaluationSettings(data=folders / "data"), evaluated, quiet_console())
     with pytest.raises(ValueError, match="limit: None there, 1 now"):
-        evaluate([str(twin)], Settings(data=folders / "data", limit=1), evaluated, quiet_console())
+        evaluate([str(twin)], EvaluationSettings(data=folders / "data", limit=1), evaluated, quiet_console())
     with pytest.raises(ValueError, match="limit must be at least 1"):
-        Settings(limit=0)
+        EvaluationSettings(limit=0)
 
 
 def test_the_command_prints_the_table_and_compares(evaluated, folders, capsys):
@@ -332,136 +310,6 @@ def test_a_vocabulary_without_a_tokenizer_is_named(folders, tmp_path, capsys):
     assert "has no tokenizer and its vocabulary of 300 is not bytes" in capsys.readouterr().err
 
 
-def test_long_contexts_give_curves_figures_and_a_section(folders, tmp_path, capsys):
-    pytest.importorskip("matplotlib")
-    text = tmp_path / "text.txt"
-    text.write_text("A line of text that goes on. " * 60)
-    output = tmp_path / "length"
-    options = ["--length", "--text", str(text), "--positions", "500", "--rows", "2", "--output", str(output)]
-    options += ["--pairs", "2", "4", "--lengths", "16", "32"]
-    assert cli.main(["eval", *models_of(folders, "efla", "softmax"), *options]) == 0
-    shown = capsys.readouterr().out
-    assert "257 to 500" in shown and "recall" in shown
-    rows = read_rows(output)
-    assert {row["row"] for row in rows} == {"position", "recall", "cell"}
-    assert len([row for row in rows if row["row"] == "recall"]) == 2 * 4
-    for name in ("bits_by_position", "recall_by_pairs", "recall_by_length"):
-        assert (output / "figures" / f"{name}.svg").stat().st_size > 1000
-    check_length_rows(rows, text.read_text())
-    before = (output / "rows.jsonl").read_bytes()
-    assert cli.main(["eval", *models_of(folders, "efla"), *options]) == 0  # finished cells stay
-    assert (output / "rows.jsonl").read_bytes() == before
-    pytest.importorskip("jinja2")
-    page = tmp_path / "report.html"
-    assert cli.main(["report", str(output), "--output", str(page)]) == 0
-    assert "Loss by position" in page.read_text()
-    short = ["--length", "--text", str(text), "--positions", "5000", "--output", str(tmp_path / "other")]
-    assert cli.main(["eval", *models_of(folders, "efla"), *short]) == 1
-    assert "fewer --positions" in capsys.readouterr().err
-
-
-def check_length_rows(rows: list[dict[str, Any]], text: str) -> None:
-    """Of the command's rows: positions and recall as the library measures them on the same text and batches."""
-    model, tokens = trained("efla"), list(text.encode())
-    starts = [0, len(tokens) - 501]
-    curve = bits_by_position(model, [tokens[start : start + 501] for start in starts], doubling_buckets(500))
-    own = [row for row in rows if row["model"] == "efla"]
-    positions = [row for row in own if row["row"] == "position"]
-    assert [(row["start"], row["end"], row["num_rows"]) for row in positions] == [
-        (first, last, 2) for first, last in doubling_buckets(500)
-    ]
-    assert [row["bits_per_byte"] for row in positions] == pytest.approx(curve.bits, abs=1e-4)
-    assert [row["bits_per_token"] for row in positions] == [row["bits_per_byte"] for row in positions]
-    assert [row["standard_error"] for row in positions] == pytest.approx(curve.standard_errors, abs=1e-4)
-    probes = [row for row in own if row["row"] == "recall"]
-    assert [(row["num_pairs"], row["length"]) for row in probes] == [(2, 16), (4, 16), (2, 32), (4, 32)]
-    for row in probes:
-        n, length = row["num_pairs"], row["length"]
-        batch = make_batch(usable_tokens(256, [0]), n, length, 16, 0, prefix=0)
-        expected = asdict(recall(model, batch, n, length))
-        assert {key: row[key] for key in expected} == pytest.approx(expected)
-        assert (row["chance"], row["steps"], row["cell"]) == (1 / n, 0, f"efla/recall-{n}-{length}")
-    cell = next(row for row in own if row["row"] == "cell")
-    assert (cell["cell"], cell["rows"], cell["trained_length"]) == ("efla/positions", len(positions) + 1, 256)
-    config = {
-        "text": "text.txt",
-        "positions": 500,
-        "rows": 2,
-        "recall_steps": 0,
-        "recall_grid": None,
-        "dtype": "auto",
-        "seed": 0,
-    }
-    assert cell["config"] == {**config, "batch_tokens": 4096}
-    assert cell["wall_seconds"] > 0 and cell["digest"] and cell["versions"] and cell["threads"] >= 1
-
-
-def test_recall_after_training_on_it_is_that_of_the_trained_copy(folders, tmp_path, monkeypatch):
-    text = tmp_path / "text.txt"
-    text.write_text("Some text. " * 20)
-    asked = LengthSettings(text=str(text), positions=100, rows=1, pairs=(2, 8), lengths=(16,), recall_steps=3, seed=5)
-    assert asked.grid == [(2, 16)], "eight pairs do not fit into 16 tokens"
-    settings = Settings(batch_tokens=64)
-    out, told = io.StringIO(), []
-    monkeypatch.setattr(Display, "begin", lambda self, total: told.append(-total))
-    monkeypatch.setattr(Display, "advance", lambda self, count: told.append(count))
-    rows = evaluate_length(models_of(folders, "efla"), settings, asked, tmp_path / "out", Console(file=out))
-    assert told == [-100, 64, 36, -3, 1, 1, 1, -8, 3, 3, 2], "positions, steps of training, sequences"
-    bits = [row["bits_per_byte"] for row in rows if row["row"] == "position"]
-    lines = out.getvalue().splitlines()
-    assert lines[0].startswith(f"1/2  efla/positions  bits per byte {bits[0]:.3f} at 64, {bits[1]:.3f} at 100  ")
-    (found,) = [row for row in rows if row["row"] == "recall"]
-    usable = usable_tokens(256, [0])
-    copied = adapted(trained("efla"), usable, [(2, 16)], steps=3, seed=5, prefix=0, batch_tokens=64)
-    expected = asdict(recall(copied, make_batch(usable, 2, 16, 8, 5, prefix=0), 2, 16))
-    assert {key: found[key] for key in expected} == pytest.approx(expected)
-    assert found["steps"] == 3
-    recalled = f"accuracy {found['accuracy']:.3f}, among the values {found['among_values']:.3f}  "
-    assert lines[1].startswith(f"2/2  efla/recall-2-16  {recalled}")
-    assert rows[-1]["config"]["recall_grid"] == [[2, 16]]
-    twin = tmp_path / "efla"
-    trained("delta").save_pretrained(twin)
-    with pytest.raises(ValueError, match="results of another model called 'efla'; choose another --output"):
-        evaluate_length([str(twin)], settings, asked, tmp_path / "out", quiet_console())
-    assert evaluate_length([], settings, asked, tmp_path / "out", quiet_console()) == rows
-    with pytest.raises(ValueError, match="give at least one model"):
-        evaluate_length([], settings, asked, tmp_path / "none", quiet_console())
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"positions": 0}, "positions and rows must be at least 1, got 0 and 8"),
-        ({"rows": 0}, "got 65536 and 0"),
-        ({"recall_steps": -1}, "must not be negative, got -1"),
-        ({"pairs": (1, 0)}, "pairs and lengths must be positive"),
-        ({"lengths": (0,)}, "pairs and lengths must be positive"),
-    ],
-)
-def test_impossible_lengths_are_refused(changes, message):
-    with pytest.raises(ValueError, match=message):
-        LengthSettings(**changes)
-    assert LengthSettings(positions=1, rows=1, pairs=(1,), lengths=(4,)).grid == [(1, 4)]
-
-
-def test_the_text_of_long_contexts_is_the_best_there_is(folders, tmp_path):
-    name, text = long_context._text(None, folders / "data")
-    pages = local_data.records("wikitext", folders / "data")
-    assert (name, text) == ("wikitext", "\n".join(wikitext_text(page["page"]) for page in pages))
-    name, text = long_context._text(None, None)
-    test = corpora.load("python-docs", None).test.tobytes().decode()
-    assert (name, text) == ("python-docs", test.replace("\0", "\n\n").strip())
-    for sub in ("", "corpus"):
-        (tmp_path / sub / sub).mkdir(parents=True, exist_ok=True)
-        (tmp_path / sub / sub / "english_novels_98.tar.xz").write_bytes(b"")
-        with pytest.raises(Exception, match="novels"):  # it is chosen, and is not one
-            long_context._text(None, tmp_path / sub)
-    with pytest.raises(FileNotFoundError, match="give --data DIR or set EFLA_DATA"):
-        long_context._text("wikitext", None)
-    with pytest.raises(FileNotFoundError, match="'nothing' is neither a file nor one of: wikitext, novels, enwik8"):
-        long_context._text("nothing", None)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [*FAMILIES, "llama"])
 def test_all_ten_tasks_run_offline_on_real_data(name, tmp_path):
@@ -469,9 +317,9 @@ def test_all_ten_tasks_run_offline_on_real_data(name, tmp_path):
     data = data_folder()
     model = llama() if name == "llama" else trained(name)
     model.save_pretrained(tmp_path / name)
-    rows = evaluate([str(tmp_path / name)], Settings(data=data, limit=10), tmp_path / "out", quiet_console())
+    rows = evaluate([str(tmp_path / name)], EvaluationSettings(data=data, limit=10), tmp_path / "out", quiet_console())
     done = {row["task"]: row for row in rows}
     assert set(PAPER_TASKS) <= set(done)
     for task in PAPER_TASKS:
         assert done[task]["num_items"] == 10
-        assert done[task]["num_items_in_set"] == local_data.SOURCES[task].num_records
+        assert done[task]["num_items_in_set"] == tasks.SOURCES[task].num_records

@@ -11,14 +11,30 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from efla.evaluation.columns import ACCURACIES, CARRIED, COLUMNS, EXTRA_COLUMNS, Column
-from efla.evaluation.comparison import MEAN, compare, comparison_lines
-from efla.evaluation.items import Difference, read_items, write_items
+from efla.evaluation.items import (
+    MEAN,
+    Difference,
+    compare_models,
+    comparison_lines,
+    file_name,
+    items_path,
+    read_items,
+    write_items,
+)
 from efla.evaluation.long_context import show_length
 from efla.evaluation.plot import line_keys, plot_length, style
-from efla.evaluation.progress import Display, clock
-from efla.evaluation.run import items_path, safe, summary
-from efla.evaluation.table import markdown, result_table, terminal
+from efla.evaluation.progress import EvaluationDisplay, clock
+from efla.evaluation.run import EvaluationSettings, TaskEvaluation
+from efla.evaluation.table import (
+    ACCURACIES,
+    CARRIED,
+    COLUMNS,
+    EXTRA_COLUMNS,
+    Column,
+    markdown,
+    result_table,
+    terminal,
+)
 from efla.runs.style import ARMS, RULES
 from tests.evaluation.test_items_and_table import cell
 
@@ -138,7 +154,7 @@ def write_model(output: Path, model: str, right: int, tasks: list[str], doc_hash
 def test_a_comparison_pairs_what_both_have_and_needs_all_nine_for_the_mean(tmp_path):
     nine = list(dict.fromkeys(column.task for column in ACCURACIES))
     rows = write_model(tmp_path, "a", 4, ["wikitext", *nine]) + write_model(tmp_path, "b", 6, ["wikitext", *nine])
-    found = {column.title: difference for column, difference in compare(rows, tmp_path, "a", "b", times=300)}
+    found = {column.title: difference for column, difference in compare_models(rows, tmp_path, "a", "b", times=300)}
     assert list(found) == [*(c.title for c in (*COLUMNS, *EXTRA_COLUMNS) if c.task != CARRIED), MEAN.title]
     assert (found["PIQA"].a, found["PIQA"].b, found["PIQA"].num_items) == pytest.approx((40, 60, 10))
     assert (found[MEAN.title].a, found[MEAN.title].b, found[MEAN.title].num_items) == pytest.approx((40, 60, 90))
@@ -147,12 +163,12 @@ def test_a_comparison_pairs_what_both_have_and_needs_all_nine_for_the_mean(tmp_p
     assert found["Wiki. ppl"].a == pytest.approx(math.exp(2.2))
     assert found["Wiki. bits/byte"].b == pytest.approx(4.6 / 8 / math.log(2))
     fewer = [row for row in rows if (row["model"], row["task"]) != ("b", "sciq")]
-    assert {"SciQ", MEAN.title}.isdisjoint(c.title for c, _ in compare(fewer, tmp_path, "a", "b", times=10))
+    assert {"SciQ", MEAN.title}.isdisjoint(c.title for c, _ in compare_models(fewer, tmp_path, "a", "b", times=10))
     with pytest.raises(ValueError, match=r"'a' and 'c' have no task of the paper in common"):
-        compare(rows, tmp_path, "a", "c")
+        compare_models(rows, tmp_path, "a", "c")
     other = write_model(tmp_path, "d", 6, ["piqa"], doc_hash="y")
-    with pytest.raises(ValueError, match="about different items"):
-        compare([*rows, *other], tmp_path, "a", "d")
+    with pytest.raises(ValueError, match="of different items"):
+        compare_models([*rows, *other], tmp_path, "a", "d")
     with pytest.raises(FileNotFoundError, match=r"gone\.jsonl is missing: .*evaluate it again"):
         read_items(tmp_path / "gone.jsonl")
 
@@ -283,14 +299,14 @@ def read_axes(axes: Any) -> dict[str, Any]:
 
 def test_lines_say_how_far_the_work_is():
     out = io.StringIO()
-    display = Display(Console(file=out, width=20), 3)
+    display = EvaluationDisplay(Console(file=out, width=20), 3)
     display.begin(5)  # outside of a piece of work nothing is counted
     display.advance(2)
     with display.work("a/[b]") as same:
         assert same is display
-    display.finished("a/[b]", "acc 0.5", 1.25)
-    display.finished("c", "", None)
-    display.finished("d", "x", 125.0)
+    display.finish("a/[b]", "acc 0.5", 1.25)
+    display.skip("c", "")
+    display.finish("d", "x", 125.0)
     assert out.getvalue().splitlines() == [
         "1/3  a/[b]  acc 0.5  1.2s",
         "2/3  c    from an earlier run",
@@ -301,7 +317,7 @@ def test_lines_say_how_far_the_work_is():
 
 def test_a_bar_on_a_terminal_counts_requests():
     out = io.StringIO()
-    display = Display(Console(file=out, force_terminal=True, width=100), 1)
+    display = EvaluationDisplay(Console(file=out, force_terminal=True, width=100), 1)
     with display.work("model/[task]"):
         display.begin(40)
         display.advance(4)
@@ -314,7 +330,7 @@ def test_a_bar_on_a_terminal_counts_requests():
     assert "model/[task]" in out.getvalue()
     assert "10/40" in out.getvalue()
     assert display._bars is None
-    quiet = Display(Console(file=io.StringIO()), 1)
+    quiet = EvaluationDisplay(Console(file=io.StringIO()), 1)
     with quiet.work("x"):
         assert quiet._bars is not None and quiet._bars.disable
 
@@ -348,9 +364,10 @@ def test_many_positions_are_thinned_out_on_the_axis(count, every, tmp_path, monk
 
 
 def test_names_become_file_names_and_rows_a_line(tmp_path):
-    assert [safe("org/model v2"), safe("..."), safe(".a-b_c.")] == ["org__model__v2", "model", "a-b_c"]
+    assert [file_name("org/model v2"), file_name("..."), file_name(".a-b_c.")] == ["org__model__v2", "model", "a-b_c"]
     assert items_path(tmp_path, "a/b", "c d") == tmp_path / "items" / "a__b" / "c__d.jsonl"
-    assert summary({"metrics": {"acc": 0.123456, "ppl": 1234567}}) == "acc 0.1235  ppl 1.235e+06"
+    rows = [{"metrics": {"acc": 0.123456, "ppl": 1234567}}]
+    assert TaskEvaluation(EvaluationSettings()).summary(rows) == "acc 0.1235  ppl 1.235e+06"
 
 
 def test_the_mean_has_a_column_of_its_own():

@@ -7,7 +7,7 @@ from typing import Any
 
 from efla.bench import Suite
 from efla.bench.models import random_model
-from efla.evaluation import ByteTokenizer, local_data
+from efla.evaluation import ByteTokenizer, tasks
 from efla.runs.timing import Contender, Measurement, compare
 
 ITEMS = 48
@@ -30,18 +30,17 @@ SPECIAL_TOKENS = {"bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0}
 
 def hellaswag(threads: int, rounds: int) -> Iterator[list[Measurement]]:
     """HellaSwag items (needs EFLA_DATA) on each model: shared prefill, then the plain path."""
-    from efla.evaluation import harness_tasks
-    from efla.evaluation.harness_model import HarnessModel
+    from efla.evaluation.harness import HarnessModel
 
-    data = local_data.folder(None)
+    data = tasks.data_folder(None)
     if data is None:
         raise FileNotFoundError("the benchmark reads HellaSwag from a data folder: set EFLA_DATA")
-    harness_tasks.require_lm_eval()
-    with harness_tasks.quiet():
-        # The set starts with short captions and ends with long how-tos, so items are spread over all of it.
-        total = len(local_data.records("hellaswag", data))
+    tasks.require_lm_eval()
+    with tasks.silence_lm_eval():
+        # The set starts with short captions and ends with long how-tos: items spread over all of it.
+        total = len(tasks.local_records("hellaswag", data))
         chosen = sorted({round(i * (total - 1) / max(1, ITEMS - 1)) for i in range(ITEMS)})
-        task = harness_tasks.load_task("hellaswag", data)
+        task = tasks.load_task("hellaswag", data)
         task.build_all_requests(samples=chosen, rank=0, world_size=1)
         requests = list(task.instances)
     for name, fields in MODELS.items():
@@ -61,10 +60,8 @@ SUITES: dict[str, Suite] = {"hellaswag": hellaswag}
 
 
 def _call(lm: Any, requests: list[Any]) -> Callable[[], object]:
-    from efla.evaluation import harness_tasks
-
     def call() -> object:
-        with harness_tasks.quiet():
+        with tasks.silence_lm_eval():
             return lm.loglikelihood(requests)
 
     return call

@@ -1,6 +1,6 @@
-"""Results item by item: what each metric averages over, its standard error, and paired differences.
+"""Results item by item: metrics, standard errors, and the paired comparison of two models.
 
-Every metric here is a function of two sums over items, so that resampling items resamples the metric:
+Every metric is a function of two sums over items, so that resampling items resamples the metric:
 
     mean(x) = sum x / n,    perplexity = exp(-sum log p / sum weight),    bits = -sum log p / sum weight / ln 2
 """
@@ -9,26 +9,26 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from efla.runs.records import dumps
+from efla.evaluation.table import ACCURACIES, COLUMNS, EXTRA_COLUMNS, Column
+from efla.runs.records import Record, dumps
 from efla.runs.rows import write_atomically
 
 Array = NDArray[np.float64]
+MEAN = Column("mean", "mean of the 9", "mean", "acc")
 
 
 @dataclass(frozen=True)
 class Items:
-    """One metric of one task: per item a value and a weight [n], and how their sums make the metric.
-
-    kind: "mean" is sum(value) / sum(weight); "perplexity" is its exp with the sign changed; "bits" it is in bits.
-    """
+    """Values and weights [n] of a metric's items. kind: "mean", "perplexity" or "bits" (see the top of this module)."""
 
     kind: str
     values: Array
@@ -37,12 +37,19 @@ class Items:
     def metric(self) -> float:
         return float(_combine(self.kind, self.values.sum(), self.weights.sum()))
 
+    def exact_metric(self) -> float:
+        """The metric of exactly rounded sums; perplexities that overflow are infinite."""
+        ratio = math.fsum(self.values) / float(self.weights.sum())
+        if self.kind == "perplexity":
+            return math.exp(-ratio) if -ratio < 709 else math.inf
+        return float(_combine(self.kind, ratio, 1.0))
+
     def resampled(self, counts: NDArray[np.int64]) -> Array:
-        """The metric of each resample; counts [r, n] says how often each item was drawn."""
+        """The metric of each resample; counts [r, n] are how often each item was drawn."""
         return _combine(self.kind, counts @ self.values, counts @ self.weights)
 
     def standard_error(self) -> float:
-        """Of a mean: sample standard deviation / sqrt(n), as the harness has it. Of the others: over 1,000 resamples."""
+        """For means, sample standard deviation / sqrt(n) as in the harness; for others, from 1,000 resamples."""
         n = len(self.values)
         if n < 2:
             return math.nan
@@ -53,7 +60,7 @@ class Items:
 
 
 def resamples(n: int, times: int, seed: int, batch: int = 200) -> Any:
-    """Counts [<= batch, n] of ``times`` draws of n items with replacement; the same for the same n and seed."""
+    """Counts [<= batch, n] of ``times`` draws of n items with replacement, determined by n and seed."""
     generator = np.random.default_rng([seed, n])
     for at in range(0, times, batch):
         rows = min(batch, times - at)
@@ -63,10 +70,9 @@ def resamples(n: int, times: int, seed: int, batch: int = 200) -> Any:
 
 @dataclass(frozen=True)
 class Difference:
-    """B minus A of a metric, with a 95 % interval over items drawn with replacement, the same items for both.
+    """B minus A of a metric, with a 95 % interval from the paired bootstrap over items.
 
-    ``p_value``: two-sided, how surprising a difference of the other sign would be: twice the smaller share of resamples on
-    one side of zero.
+    ``p_value`` is two-sided: twice the smaller share of resamples on one side of zero.
     """
 
     a: float
@@ -82,7 +88,7 @@ class Difference:
 
     @property
     def is_clear(self) -> bool:
-        """Whether the interval leaves zero out."""
+        """Whether the interval excludes zero."""
         return self.low > 0 or self.high < 0
 
 
@@ -99,7 +105,7 @@ def paired_difference(a: Items, b: Items, *, times: int = 10_000, seed: int = 0)
 
 
 def paired_mean_difference(pairs: Sequence[tuple[Items, Items]], *, times: int = 10_000, seed: int = 0) -> Difference:
-    """The same for the mean of several metrics; each task's items are drawn on their own."""
+    """The same for the mean of several metrics; the items of each task are drawn independently."""
     total = np.zeros(times)
     for number, (a, b) in enumerate(pairs):
         draws = resamples(len(a.values), times, seed + 1000 * (number + 1))
@@ -126,20 +132,30 @@ def _combine(kind: str, total: Any, weight: Any) -> Any:
         return np.exp(-ratio)
 
 
+def items_path(output: Path, model: str, task: str) -> Path:
+    """The file with the items of a model and task."""
+    return output / "items" / file_name(model) / f"{file_name(task)}.jsonl"
+
+
+def file_name(name: str) -> str:
+    """A name with the characters that file names should not have replaced."""
+    return re.sub(r"[^\w.-]+", "__", name).strip(".") or "model"
+
+
 def write_items(file: Path, records: Sequence[dict[str, Any]]) -> None:
-    """One JSON object an item, the whole file at once."""
+    """Write one JSON object per item, atomically."""
     file.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(file, "".join(dumps(record) + "\n" for record in records).encode())
 
 
 def read_items(file: Path) -> list[dict[str, Any]]:
     if not file.is_file():
-        raise FileNotFoundError(f"{file} is missing: the items of a finished task belong to it; evaluate it again")
+        raise FileNotFoundError(f"{file} is missing: it holds the items of a finished task; evaluate it again")
     return [json.loads(line) for line in file.read_text().splitlines() if line]
 
 
 def metric_items(records: Sequence[dict[str, Any]], metric: str) -> Items:
-    """The metric of items as :func:`write_items` keeps them."""
+    """A metric of the items that :func:`write_items` wrote."""
     if metric in ("acc", "acc_norm"):
         values = np.array([float(r[metric]) for r in records])
         return Items("mean", values, np.ones(len(values)))
@@ -149,3 +165,82 @@ def metric_items(records: Sequence[dict[str, Any]], metric: str) -> Items:
     weight = "words" if metric == "word_perplexity" else "bytes"
     kind = "bits" if metric == "bits_per_byte" else "perplexity"
     return Items(kind, values, np.array([float(r[weight]) for r in records]))
+
+
+def standard_errors(items: Sequence[dict[str, Any]], metrics: Sequence[str]) -> dict[str, float]:
+    """The standard error of each metric over items; NaN for metrics that the items do not have."""
+    known = {"acc", "acc_norm", "perplexity", "word_perplexity", "byte_perplexity", "bits_per_byte"}
+    found = {}
+    for metric in metrics:
+        if metric in known and (metric in items[0] or "log_prob" in items[0]):
+            found[metric] = metric_items(items, metric).standard_error()
+        elif metric in items[0]:
+            values = np.array([item[metric] for item in items])
+            found[metric] = float(values.std(ddof=1) / math.sqrt(len(values))) if len(values) > 1 else math.nan
+        else:
+            found[metric] = math.nan
+    return found
+
+
+def compare_models(
+    rows: Sequence[Record], output: Path, a: str, b: str, *, times: int = 10_000
+) -> list[tuple[Column, Difference]]:
+    """B minus A for each column that both models have, and for the mean of the nine accuracies if both have all nine.
+
+    Differences are in the table's units: percentage points for accuracies.
+    """
+    tasks = {(str(row["model"]), str(row["task"])) for row in rows if row.get("row") == "cell"}
+    found: list[tuple[Column, Difference]] = []
+    accuracies: list[tuple[Items, Items]] = []
+    for column in (*COLUMNS, *EXTRA_COLUMNS):
+        if not {(a, column.task), (b, column.task)} <= tasks:
+            continue
+        pair = _paired_items(output, a, b, column)
+        found.append((column, _scaled(paired_difference(*pair, times=times), column.unit)))
+        if column.is_accuracy:
+            accuracies.append(pair)
+    if len(accuracies) == len(ACCURACIES):
+        found.append((MEAN, _scaled(paired_mean_difference(accuracies, times=times), MEAN.unit)))
+    if not found:
+        raise ValueError(
+            f"{a!r} and {b!r} have no task of the paper in common in {output}; evaluate both on the same tasks"
+        )
+    return found
+
+
+def _paired_items(output: Path, a: str, b: str, column: Column) -> tuple[Items, Items]:
+    files = [items_path(output, model, column.task) for model in (a, b)]
+    first, second = (read_items(file) for file in files)
+    if [_identity(r) for r in first] != [_identity(r) for r in second]:
+        raise ValueError(
+            f"{files[0]} and {files[1]} are of different items and cannot be paired; evaluate both models again "
+            "on the same data"
+        )
+    return metric_items(first, column.metric), metric_items(second, column.metric)
+
+
+def _identity(record: dict[str, Any]) -> tuple[Any, ...]:
+    return record["doc_id"], record.get("doc_hash"), record.get("words"), record.get("bytes")
+
+
+def _scaled(found: Difference, unit: float) -> Difference:
+    return replace(found, a=unit * found.a, b=unit * found.b, low=unit * found.low, high=unit * found.high)
+
+
+def comparison_lines(a: str, b: str, found: Sequence[tuple[Column, Difference]]) -> tuple[list[str], list[list[str]]]:
+    """Headings and lines of the comparison as text."""
+    headings = ["", "items", f"A: {a}", f"B: {b}", "B - A", "95 % interval", "p", "verdict"]
+    return headings, [_line(column, difference) for column, difference in found]
+
+
+def _line(column: Column, d: Difference) -> list[str]:
+    digits = 3 if "bits" in column.metric else 2
+    if not all(map(math.isfinite, (d.a, d.b, d.low, d.high))):
+        return [column.title, str(d.num_items), f"{d.a:.4g}", f"{d.b:.4g}", "", "", "", "not finite"]
+    shown = [f"{value:.{digits}f}" if abs(value) < 1e6 else f"{value:.3g}" for value in (d.a, d.b)]
+    gaps = [f"{v:+.{digits}f}" if abs(v) < 1e6 else f"{v:+.3g}" for v in (d.value, d.low, d.high)]
+    verdict = "no clear difference"
+    if d.is_clear:
+        verdict = "B better" if (d.value < 0) == column.lower_is_better else "A better"
+    p = "< 0.001" if d.p_value < 0.001 else f"{d.p_value:.3f}"
+    return [column.title, f"{d.num_items:,}", *shown, gaps[0], f"{gaps[1]} to {gaps[2]}", p, verdict]

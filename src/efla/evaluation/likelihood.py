@@ -1,11 +1,11 @@
-"""Log-likelihoods of continuations: batched by length, one prefill where several continuations share their beginning.
+"""Log-likelihoods of continuations, batched by length, with one prefill for continuations that share a prefix.
 
 A request is a sequence of tokens of which the last ``num_scored`` are scored:
 
     log p = sum over those t of log p(token_t | tokens before t)
 
-Requests of one group (the choices of a question) are scored from one pass over the tokens they share: the model's state
-after them is forked, one copy for each continuation. The scores are those of scoring each sequence on its own.
+Requests of one group (the choices of a question) share one pass over their common prefix; each continuation starts from a
+copy of the state after it. The scores equal those of separate passes.
 """
 
 from __future__ import annotations
@@ -21,20 +21,22 @@ from torch import Tensor
 from efla.models.cache import cached_state_bytes, concat_caches, select_rows, why_not_recurrent
 
 MIN_SHARED = 8
-"""Fewer shared tokens than these are not worth a pass of their own."""
+"""Shortest common prefix that gets its own pass."""
 
 PASS_TOKENS = 128
-"""What one more forward pass costs beside its tokens, counted in tokens; batches are cut where that is less than the padding."""
+"""Fixed cost of a forward pass, in tokens; batches are split where padding would cost more."""
 
 WAITING_BYTES = 2**27
-"""States held until their continuations run; those of one prefill may be more."""
+"""States held before their continuations run; a single prefill may exceed it."""
 
 MAX_LOGITS = 2**26
-"""Logits held at once; a vocabulary of 32,000 then takes 2,097 tokens at a time (256 MB)."""
+"""Logits held at once: 256 MB in float32, 2,097 tokens of a vocabulary of 32,000."""
+
+HALF_DTYPES = (torch.float16, torch.bfloat16)
 
 
-class Score(NamedTuple):
-    """Summed log-probability (nats) of the scored tokens, and whether each of them was the likeliest one."""
+class ContinuationScore(NamedTuple):
+    """Summed log-probability (nats) of the scored tokens, and whether each was the most likely one."""
 
     log_prob: float
     is_greedy: bool
@@ -42,7 +44,7 @@ class Score(NamedTuple):
 
 @dataclass(frozen=True)
 class Request:
-    """``tokens``, of which the last ``num_scored`` are scored. Requests of one ``group`` may share a prefill."""
+    """A sequence whose last ``num_scored`` tokens are scored. Requests of one ``group`` may share a prefill."""
 
     tokens: Sequence[int]
     num_scored: int
@@ -63,20 +65,20 @@ def score(
     *,
     share: bool = True,
     batch_tokens: int = 4096,
-    done: Callable[[list[tuple[int, Score]]], None] | None = None,
-) -> list[Score]:
-    """The score of every request, in their order.
+    done: Callable[[list[tuple[int, ContinuationScore]]], None] | None = None,
+) -> list[ContinuationScore]:
+    """The score of every request, in order.
 
-    share: score the requests of a group from one pass over what they share.
-    batch_tokens: tokens in one forward pass, padding included; a longer sequence runs alone.
-    done: called after each pass with (index, score) of the requests it finished.
+    share: read the common prefix of a group once.
+    batch_tokens: tokens in one forward pass, including padding; longer sequences run alone.
+    done: called after each pass with (index, score) of the finished requests.
     """
     if batch_tokens < 1:
         raise ValueError(f"batch_tokens must be at least 1, got {batch_tokens}")
-    scores: list[Score | None] = [None] * len(requests)
+    scores: list[ContinuationScore | None] = [None] * len(requests)
     runner = _Runner(model)
     families, singles = _families(requests, share and runner.can_share)
-    passes: Iterator[list[tuple[int, Score]]]
+    passes: Iterator[list[tuple[int, ContinuationScore]]]
     for passes in (
         _score_families(runner, requests, families, batch_tokens),
         _score_singles(runner, requests, singles, batch_tokens),
@@ -92,14 +94,14 @@ def score(
 
 
 class _Family(NamedTuple):
-    """Requests, by index, whose sequences all start with the same ``shared`` tokens."""
+    """Indices of requests whose sequences start with the same ``shared`` tokens."""
 
     members: list[int]
     shared: int
 
 
 class _Runner:
-    """A model's forward pass, with the arguments that it takes."""
+    """A model's forward pass, with the arguments that it accepts."""
 
     def __init__(self, model: Any) -> None:
         self.model = model
@@ -108,7 +110,7 @@ class _Runner:
         self.keeps = "logits_to_keep" in accepted
         is_ours = getattr(model.config, "model_type", "") == "efla"
         self.takes_positions = "position_ids" in accepted and not is_ours
-        self.joins_states = is_ours and why_not_recurrent(model) is None
+        self.concats_states = is_ours and why_not_recurrent(model) is None
         self.can_share = "past_key_values" in accepted and "attention_mask" in accepted
         self.max_rows_of_logits = max(1, MAX_LOGITS // int(model.config.get_text_config().vocab_size))
 
@@ -118,7 +120,7 @@ class _Runner:
         return self.model(input_ids=tokens, use_cache=False, **extra).logits[:, -keep:]
 
     def prefill(self, tokens: Tensor, mask: Tensor | None) -> tuple[Tensor, Any]:
-        """Logits [B, V] after the last token of [B, T], padded on the left, and the state there."""
+        """Logits [B, V] after the last token of left-padded [B, T], and the state there."""
         extra: dict[str, Any] = {"logits_to_keep": 1} if self.keeps else {}
         if mask is not None:
             extra["attention_mask"] = mask
@@ -128,7 +130,7 @@ class _Runner:
         return out.logits[:, -1], out.past_key_values
 
     def continuation(self, tokens: Tensor, cache: Any, mask: Tensor | None) -> Tensor:
-        """Logits [B, T, V] of tokens that follow a state; ``mask`` [B, past + T] is zero at the past's padding."""
+        """Logits [B, T, V] of tokens that follow a state; ``mask`` [B, past + T] is zero at padding."""
         extra: dict[str, Any] = {}
         if mask is not None:
             extra["attention_mask"] = mask
@@ -138,7 +140,7 @@ class _Runner:
 
 
 def _families(requests: Sequence[Request], share: bool) -> tuple[list[_Family], list[int]]:
-    """Groups that share at least MIN_SHARED tokens before anything is scored, and the requests that do not."""
+    """Groups with at least MIN_SHARED common tokens before the first scored one, and all other requests."""
     groups: dict[Hashable, list[int]] = {}
     singles = []
     for index, request in enumerate(requests):
@@ -157,7 +159,7 @@ def _families(requests: Sequence[Request], share: bool) -> tuple[list[_Family], 
 
 
 def shared_length(requests: Sequence[Request]) -> int:
-    """How many first tokens all sequences share, none of them scored."""
+    """Length of the common prefix of all sequences, before the first scored token."""
     limit = min(len(r.tokens) - r.num_scored for r in requests)
     first = requests[0].tokens[:limit]
     for request in requests[1:]:
@@ -168,11 +170,11 @@ def shared_length(requests: Sequence[Request]) -> int:
 
 
 def _batches(lengths: Sequence[int], budget: int) -> list[slice]:
-    """Slices of lengths in descending order whose padded size stays within the budget of tokens, at the least total cost:
+    """Cut descending lengths into slices within the token budget, at the lowest total cost:
 
     sum over slices of PASS_TOKENS + rows * width,      width = the slice's first length
     """
-    cost, start = [0], [0]  # of the best cut of the first i lengths, and where its last slice starts
+    cost, start = [0], [0]  # of the best cut of the first i lengths: its cost, and the start of its last slice
     for end in range(1, len(lengths) + 1):
         best: tuple[int, int] | None = None
         for first in range(end - 1, -1, -1):
@@ -195,13 +197,13 @@ def _batches(lengths: Sequence[int], budget: int) -> list[slice]:
 
 def _score_singles(
     runner: _Runner, requests: Sequence[Request], singles: list[int], batch_tokens: int
-) -> Iterator[list[tuple[int, Score]]]:
-    """Each sequence on its own, padded on the right, where padding changes nothing."""
+) -> Iterator[list[tuple[int, ContinuationScore]]]:
+    """Whole sequences, padded on the right."""
     order = sorted(singles, key=lambda i: -len(requests[i].tokens))
     for chosen in _batches([len(requests[i].tokens) - 1 for i in order], batch_tokens):
         whole = order[chosen]
         length = len(requests[whole[0]].tokens) - 1
-        # Logits are kept from the first scored position of any row on; many rows of a large vocabulary take several passes.
+        # Keep logits from the first scored position of any row on; many rows of a large vocabulary take several passes.
         keep = max(length - (len(requests[i].tokens) - 1 - requests[i].num_scored) for i in whole)
         rows = max(1, runner.max_rows_of_logits // keep)
         for at in range(0, len(whole), rows):
@@ -215,7 +217,7 @@ def _score_singles(
 
 
 class _Prefilled(NamedTuple):
-    """Families whose shared tokens the model has read: logits [B, V] after them, its state, and the padding [B, T] before."""
+    """Families after a pass over their prefixes: logits [B, V] there, the state, and the mask [B, T] of padding."""
 
     families: list[_Family]
     logits: Tensor
@@ -225,19 +227,16 @@ class _Prefilled(NamedTuple):
 
 def _score_families(
     runner: _Runner, requests: Sequence[Request], families: list[_Family], batch_tokens: int
-) -> Iterator[list[tuple[int, Score]]]:
-    """Passes over what each family shares, then passes over their continuations from forked states.
+) -> Iterator[list[tuple[int, ContinuationScore]]]:
+    """Passes over the prefixes of families, then over their continuations.
 
-    States of constant size wait until there are many, so that continuations of like length run together.
+    States of constant size are collected first, so that continuations of similar length run together.
     """
     order = sorted(families, key=lambda family: -family.shared)
     waiting: list[_Prefilled] = []
     for chosen in _batches([family.shared for family in order], batch_tokens):
         waiting.append(_prefill(runner, requests, order[chosen]))
-        if (
-            not runner.joins_states
-            or sum(cached_state_bytes(prefilled.cache) for prefilled in waiting) >= WAITING_BYTES
-        ):
+        if not runner.concats_states or sum(cached_state_bytes(prefilled.cache) for prefilled in waiting) >= WAITING_BYTES:
             yield from _score_continuations(runner, requests, waiting, batch_tokens)
             waiting = []
     if waiting:
@@ -256,17 +255,14 @@ def _prefill(runner: _Runner, requests: Sequence[Request], families: list[_Famil
 
 def _score_continuations(
     runner: _Runner, requests: Sequence[Request], waiting: list[_Prefilled], batch_tokens: int
-) -> Iterator[list[tuple[int, Score]]]:
-    """What follows the shared tokens of several prefills; of more than one only where their states can be joined."""
+) -> Iterator[list[tuple[int, ContinuationScore]]]:
+    """The continuations of one prefill, or of several whose states can be concatenated."""
     first = torch.cat([prefilled.logits for prefilled in waiting])
-    cache = (
-        waiting[0].cache
-        if len(waiting) == 1
-        else concat_caches([prefilled.cache for prefilled in waiting], runner.model.config)
-    )
-    mask = None if runner.joins_states else waiting[0].mask
+    caches = [prefilled.cache for prefilled in waiting]
+    cache = caches[0] if len(caches) == 1 else concat_caches(caches, runner.model.config)
+    mask = None if runner.concats_states else waiting[0].mask
     found = []
-    rests = []  # (row of first and of the cache, index, tokens after the shared ones)
+    rests = []  # (row of first and of the cache, index, tokens after the prefix)
     for row, family in enumerate(family for prefilled in waiting for family in prefilled.families):
         for index in family.members:
             rest = list(requests[index].tokens[family.shared :])
@@ -291,18 +287,15 @@ def _score_continuations(
         yield found
 
 
-def _score_row(logits: Tensor, request: Request) -> Score:
-    """logits [num_scored, V] of the scored tokens of one request."""
+def _score_row(logits: Tensor, request: Request) -> ContinuationScore:
+    """The score of a request from the logits [num_scored, V] of its scored tokens."""
     target = torch.tensor(request.tokens[-request.num_scored :], device=logits.device)
-    log_probs = torch.log_softmax(logits.float() if logits.dtype in _HALF else logits, dim=-1)
+    log_probs = torch.log_softmax(logits.float() if logits.dtype in HALF_DTYPES else logits, dim=-1)
     picked = log_probs.gather(-1, target[:, None])
-    return Score(float(picked.double().sum()), bool((logits.argmax(-1) == target).all()))
-
-
-_HALF = (torch.float16, torch.bfloat16)
+    return ContinuationScore(float(picked.double().sum()), bool((logits.argmax(-1) == target).all()))
 
 
 def _padded(rows: Sequence[Sequence[int]], device: torch.device, length: int, left: bool = False) -> Tensor:
-    """Rows of tokens [B, length], filled up with token 0."""
+    """Rows of tokens [B, length], padded with token 0."""
     filled = [[*[0] * (length - len(row)), *row] if left else [*row, *[0] * (length - len(row))] for row in rows]
     return torch.tensor(filled, dtype=torch.long, device=device)

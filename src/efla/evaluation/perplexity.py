@@ -1,26 +1,29 @@
-"""Log-likelihood of long texts: in windows that start afresh, or with the model's state carried from one to the next."""
+"""Log-likelihood of long texts, in independent windows or with the model's state carried, and loss by position."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from efla.evaluation.likelihood import MAX_LOGITS, Request, score
+from efla.evaluation.likelihood import HALF_DTYPES, MAX_LOGITS, Request, score
 from efla.models.cache import select_rows, why_not_recurrent
 
 Done = Callable[[list[tuple[int, Any]]], None]
 
 
 def rolling_windows(tokens: Sequence[int], prefix_token: int, max_length: int) -> Iterator[Request]:
-    """Windows in which each token is scored once, the harness's way.
+    """Windows that score each token once, as lm-evaluation-harness makes them.
 
-    The first window scores ``max_length`` tokens after the prefix token, each later one ``max_length`` more after one token
-    of context; the last, which has fewer left to score, is filled up with context to ``max_length``.
+    The first window scores ``max_length`` tokens after the prefix token, each later one the next ``max_length`` after one
+    token of context. The last window has fewer tokens to score and is filled up with context.
     """
     if max_length < 1:
         raise ValueError(f"max_length must be at least 1, got {max_length}")
@@ -42,7 +45,7 @@ def rolling_log_likelihoods(
     batch_tokens: int = 4096,
     done: Done | None = None,
 ) -> list[float]:
-    """Each text's log-likelihood in nats, windows of ``max_length`` on their own. ``done`` counts windows."""
+    """Each text's log-likelihood in nats, in independent windows of ``max_length``. ``done`` is called per window."""
     windows = [(i, w) for i, text in enumerate(texts) for w in rolling_windows(text, prefix_token, max_length)]
     scores = score(model, [window for _, window in windows], batch_tokens=batch_tokens, done=done)
     parts: list[list[float]] = [[] for _ in texts]
@@ -61,9 +64,10 @@ def carried_log_likelihoods(
     batch_tokens: int = 4096,
     done: Done | None = None,
 ) -> list[float]:
-    """Each text's log-likelihood in nats when every token sees all of its text before it.
+    """Each text's log-likelihood in nats, with every token conditioned on all tokens before it.
 
-    ``max_length`` tokens are read at a time and the state goes on; the result does not depend on it. ``done`` counts texts.
+    The model reads ``max_length`` tokens at a time and carries its state, so the result does not depend on it. ``done`` is
+    called per text.
     """
     reason = why_not_carried(model)
     if reason is not None:
@@ -86,9 +90,9 @@ def carried_log_likelihoods(
 
 @torch.no_grad()
 def token_log_probs(model: Any, rows: Sequence[Sequence[int]], window: int) -> Iterator[list[Tensor]]:
-    """Log-probabilities of rows[i][1:] given all before, read ``window`` tokens at a time with the state carried on.
+    """Log-probabilities of rows[i][1:], read ``window`` tokens at a time with the state carried.
 
-    Rows come longest first; each yield holds one vector for every row that is not yet at its end.
+    Rows must be sorted longest first; each yield holds one vector per row that has not ended.
     """
     device = next(model.parameters()).device
     assert all(len(a) >= len(b) for a, b in pairwise(rows)), "rows must come longest first"
@@ -104,16 +108,19 @@ def token_log_probs(model: Any, rows: Sequence[Sequence[int]], window: int) -> I
         tokens = torch.zeros(alive, length + 1, dtype=torch.long, device=device)
         for i, piece in enumerate(pieces):
             tokens[i, : len(piece)] = torch.tensor(list(piece), device=device)
-        # A row that ends inside this window is padded on the right and taken out before the next.
+        # A row that ends inside this window is padded on the right and dropped before the next.
         out = model(input_ids=tokens[:, :-1], past_key_values=cache, use_cache=True)
         cache = out.past_key_values
-        logits = out.logits.float() if out.logits.dtype in (torch.float16, torch.bfloat16) else out.logits
+        logits = out.logits.float() if out.logits.dtype in HALF_DTYPES else out.logits
         picked = logits.gather(-1, tokens[:, 1:, None])[..., 0] - logits.logsumexp(-1)
         yield [picked[i, : len(piece) - 1] for i, piece in enumerate(pieces)]
 
 
 def why_not_carried(model: Any) -> str | None:
-    """Why the model's state cannot be carried over windows, or ``None`` if it can; a foreign model is tried on some tokens."""
+    """Why the model's state cannot be carried over windows, or ``None`` if it can.
+
+    Recurrent models of other packages are tested on a few tokens.
+    """
     reason = why_not_recurrent(model)
     if reason is not None or model.config.model_type == "efla":
         return reason
@@ -130,5 +137,109 @@ def why_not_carried(model: Any) -> str | None:
 
 
 def _window(model: Any) -> int:
-    """Tokens whose logits fit in memory at once."""
+    """Number of tokens whose logits are held at once."""
     return max(1, int(MAX_LOGITS // int(model.config.get_text_config().vocab_size)))
+
+
+@dataclass(frozen=True)
+class StreamResult:
+    """Mean bits per token (bits per byte for byte models), the perplexity, and the number of scored tokens."""
+
+    bits_per_token: float
+    perplexity: float
+    num_scored: int
+
+
+def stream_bits(
+    model: Any, tokens: Sequence[int] | NDArray[Any], row_length: int, *, batch_tokens: int = 8192
+) -> StreamResult:
+    """Bits per token of consecutive rows of ``row_length`` tokens, each scored from its second token on.
+
+    The state is reset for every row; the last row may be shorter.
+    """
+    if row_length < 2 or len(tokens) < 2:
+        raise ValueError(
+            f"rows and text must have at least 2 tokens, got rows of {row_length} and {len(tokens)} tokens"
+        )
+    ids = np.asarray(tokens).tolist()
+    rows = [ids[i : i + row_length] for i in range(0, len(ids), row_length)]
+    requests = [Request(row, len(row) - 1) for row in rows if len(row) > 1]
+    total = math.fsum(value.log_prob for value in score(model, requests, batch_tokens=batch_tokens))
+    count = sum(request.num_scored for request in requests)
+    return StreamResult(-total / count / math.log(2), math.exp(-total / count), count)
+
+
+@dataclass(frozen=True)
+class PositionCurve:
+    """Mean bits of the tokens at positions ``starts[i]`` to ``ends[i]``, with the standard error over rows.
+
+    Positions are 1-based and inclusive; position t is the t-th predicted token of a row.
+    """
+
+    starts: list[int]
+    ends: list[int]
+    bits: list[float]
+    standard_errors: list[float]
+    num_rows: int
+
+
+def bits_by_position(
+    model: Any,
+    rows: Sequence[Sequence[int]],
+    buckets: Sequence[tuple[int, int]],
+    *,
+    window: int = 1024,
+    batch_rows: int = 8,
+    progress: Callable[[int], None] | None = None,
+) -> PositionCurve:
+    """Bits per token by position, with the state carried through each row.
+
+    rows: of equal length, longer than the last position. buckets: (first, last) positions, 1-based.
+    progress: called with the number of tokens just read. Softmax attention works too, at a cost that grows with position.
+    """
+    lengths = {len(row) for row in rows}
+    if len(lengths) != 1 or not buckets or min(lengths) <= max(end for _, end in buckets):
+        raise ValueError(
+            f"rows must be equally long and longer than the last position, {max((e for _, e in buckets), default=0)}; got "
+            f"{len(rows)} rows of {sorted(lengths)} tokens"
+        )
+    sums = np.zeros((len(rows), len(buckets)))
+    for at in range(0, len(rows), batch_rows):
+        batch = rows[at : at + batch_rows]
+        position = 1
+        for pieces in token_log_probs(model, batch, window):
+            values = torch.stack(pieces).double().cpu().numpy()  # [rows, window]
+            length = values.shape[1]
+            for j, (first, last) in enumerate(buckets):
+                low, high = max(first, position) - position, min(last, position + length - 1) - position + 1
+                if low < high:
+                    sums[at : at + len(batch), j] -= values[:, low:high].sum(1)
+            position += length
+            if progress is not None:
+                progress(len(batch) * length)
+            if position > buckets[-1][1]:
+                break
+    widths = np.array([last - first + 1 for first, last in buckets])
+    bits = sums / widths / math.log(2)
+    errors = bits.std(0, ddof=1) / math.sqrt(len(rows)) if len(rows) > 1 else np.full(len(buckets), math.nan)
+    return PositionCurve(
+        [first for first, _ in buckets],
+        [last for _, last in buckets],
+        bits.mean(0).tolist(),
+        errors.tolist(),
+        len(rows),
+    )
+
+
+def even_buckets(length: int, width: int = 64) -> list[tuple[int, int]]:
+    """1 to 64, 65 to 128, ... up to ``length``; the last may be shorter."""
+    return [(first, min(first + width - 1, length)) for first in range(1, length + 1, width)]
+
+
+def doubling_buckets(length: int, first: int = 64) -> list[tuple[int, int]]:
+    """1 to 64, 65 to 128, 129 to 256, 257 to 512, ... up to ``length``."""
+    found = [(1, min(first, length))]
+    while found[-1][1] < length:
+        start = found[-1][1]
+        found.append((start + 1, min(2 * start, length)))
+    return found

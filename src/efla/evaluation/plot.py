@@ -1,4 +1,4 @@
-"""Figures of ``efla eval --length``, from rows alone."""
+"""Figures of ``efla eval --length``, drawn from rows."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from efla.runs.records import Record, number
 from efla.runs.style import ARMS, RULES, figure_style, save
 
 _OWN = {**{rule: rule for rule in RULES}, "softmax": "attention", "mamba2": "mamba2"}
-# Colours for the rest: other people's models, a second one of a mixer.
+# Colours for other models, and for a second model with the same mixer.
 _OTHERS = ("implicit_euler", "rk4", "rk2", "crank_nicolson", "delta-l2", "gated-delta", "gated-exact-flow")
 
 
 def line_keys(rows: Sequence[Record]) -> dict[str, str]:
-    """A colour for each model, as a key of the project's styles: its mixer's where no other model has it."""
+    """The style key of each model: that of its mixer if it is free."""
     mixers = {str(row["model"]): str(row.get("mixers", "")).split(" ")[0] for row in rows if row.get("row") == "cell"}
     found: dict[str, str] = {}
     for model, mixer in mixers.items():
@@ -28,7 +28,7 @@ def line_keys(rows: Sequence[Record]) -> dict[str, str]:
 
 
 def style(key: str) -> tuple[str, str, float]:
-    """Colour, dashes and width."""
+    """Colour, dash pattern and line width."""
     line = {**ARMS, **RULES}[key]
     return line.color, line.dash, line.width
 
@@ -91,7 +91,7 @@ def plot_length(rows: Sequence[Record], output: Path) -> list[Path]:
 
 
 def _plain_ticks(axes: Any, values: Sequence[int]) -> None:
-    """A logarithmic axis with the values themselves as ticks, every second one where there are many."""
+    """A logarithmic axis with ticks at the values, thinned out if there are many."""
     ticks = sorted(set(values))
     ticks = ticks[:: 1 + len(ticks) // 9]
     axes.set_xscale("log", base=2)

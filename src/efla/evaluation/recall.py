@@ -1,10 +1,9 @@
-"""Associative recall as a probe of memory: key-value pairs, then keys whose values are to be said (MQAR).
+"""Multi-query associative recall (MQAR): key-value pairs, then keys whose values the model should predict.
 
     k1 v1 k2 v2 ... kn vn   f f k3 v3 f k1 v1 f f f k2 v2 ...
 
-Keys and values are tokens drawn at random without repeats; f are other keys. After the pairs each key comes once more, in
-random order and at random places up to the end, and its value is what the model should say next. Ours, after the task of
-Arora et al. (Zoology, 2023), with every pair asked for exactly once.
+Keys and values are distinct random tokens; f are other keys. After the pairs each key occurs once more, in random order at
+random places, followed by its value. Adapted from Arora et al. (Zoology, 2023): every pair is queried exactly once.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from torch.nn import functional
 
 @dataclass(frozen=True)
 class RecallBatch:
-    """tokens [B, T]; the n values asked for stand at ``positions`` [B, n], and ``values`` [B, n] are the candidates."""
+    """tokens [B, T]; the n queried values are at ``positions`` [B, n]; ``values`` [B, n] are the candidates."""
 
     tokens: Tensor
     positions: Tensor
@@ -32,7 +31,7 @@ class RecallBatch:
 
 @dataclass(frozen=True)
 class RecallResult:
-    """How often the value is the likeliest of all tokens, and of the sequence's own values (chance 1 / pairs).
+    """Share of queried values that are the most likely of all tokens, and of the sequence's values (chance 1 / pairs).
 
     Standard errors are over sequences.
     """
@@ -49,9 +48,10 @@ class RecallResult:
 def make_batch(
     usable: Sequence[int], num_pairs: int, length: int, num_sequences: int, seed: int, prefix: int | None = None
 ) -> RecallBatch:
-    """Sequences of ``length`` tokens. usable: the token ids to draw from, the first half keys, the second half values.
+    """Random sequences of ``length`` tokens.
 
-    prefix: a token put before each sequence, on top of its length.
+    usable: token ids to draw from; the first half are keys, the second half values.
+    prefix: a token before each sequence, not counted in its length.
     """
     half = len(usable) // 2
     if num_pairs < 1 or num_pairs > half - 1:
@@ -75,12 +75,12 @@ def make_batch(
 def _row(
     keys: NDArray[Any], values: NDArray[Any], fillers: NDArray[Any], length: int, generator: np.random.Generator
 ) -> tuple[NDArray[Any], NDArray[Any]]:
-    """One sequence, and where its asked-for values stand."""
+    """One sequence and the positions of its queried values."""
     n = len(keys)
     row = np.empty(length, dtype=np.int64)
     row[0 : 2 * n : 2], row[1 : 2 * n : 2] = keys, values
     row[2 * n :] = generator.choice(fillers, length - 2 * n)
-    # n questions of two tokens in the rest: choose n of the rest's length less n places, then make room for the values.
+    # n queries of two tokens in the rest: choose n places of the length without their values, then make room for those.
     starts = np.sort(generator.permutation(length - 3 * n)[:n]) + np.arange(n) + 2 * n
     order = generator.permutation(n)
     row[starts], row[starts + 1] = keys[order], values[order]
@@ -97,7 +97,7 @@ def recall(
     batch_tokens: int = 8192,
     progress: Callable[[int], None] | None = None,
 ) -> RecallResult:
-    """The model's answers at the asked-for values, from one pass over each sequence."""
+    """Recall of the model, from one pass over each sequence."""
     device = next(model.parameters()).device
     rows = max(1, batch_tokens // batch.tokens.shape[1])
     right, among = [], []
@@ -119,7 +119,7 @@ def recall(
     return RecallResult(num_pairs, length, *_mean(whole), *_mean(own), len(whole))
 
 
-def adapted(
+def finetune_on_recall(
     model: Any,
     usable: Sequence[int],
     grid: Sequence[tuple[int, int]],
@@ -131,14 +131,14 @@ def adapted(
     batch_tokens: int = 4096,
     progress: Callable[[int], None] | None = None,
 ) -> Any:
-    """A copy of the model trained on recall for some steps, the settings (pairs, length) of ``grid`` taken in turn.
+    """A copy of the model trained on recall, cycling through the settings (pairs, length) of ``grid``.
 
-    A model of text was never asked to recall random tokens; after as many steps each, architectures can be compared.
-    AdamW, the loss at the asked-for values alone, the rate rising over the first tenth and falling linearly to zero.
+    Models of text were not trained to recall random tokens; the same number of steps for each makes them comparable. Uses
+    AdamW on the loss at the queried values, with a rate that warms up over the first tenth and decays linearly to zero.
     """
     if steps < 1 or not grid:
         raise ValueError(
-            f"adapting needs at least one step and one setting, got {steps} steps and {len(grid)} settings"
+            f"fine-tuning needs at least one step and one setting, got {steps} steps and {len(grid)} settings"
         )
     copied = copy.deepcopy(model).train()
     device = next(copied.parameters()).device
@@ -150,7 +150,7 @@ def adapted(
         for step in range(steps):
             num_pairs, length = grid[step % len(grid)]
             count = max(1, batch_tokens // length)
-            # Seeds of training and of probing never meet.
+            # Training and measuring use different seeds.
             batch = make_batch(usable, num_pairs, length, count, seed + 1_000_003 * (step + 1), prefix)
             tokens, positions = batch.tokens.to(device), batch.positions.to(device)
             logits = copied(input_ids=tokens, use_cache=False).logits
@@ -172,7 +172,7 @@ def _mean(values: NDArray[np.float64]) -> tuple[float, float]:
 
 
 def usable_tokens(vocab_size: int, special: Sequence[int], limit: int = 2048) -> list[int]:
-    """Token ids that are not special, at most ``limit`` of them, evenly spaced over the vocabulary."""
+    """At most ``limit`` token ids that are not special, evenly spaced over the vocabulary."""
     ids = [i for i in range(vocab_size) if i not in set(special)]
     if len(ids) <= limit:
         return ids

@@ -1,4 +1,4 @@
-"""Answers of a model kept on disk as they come, so that an interrupted evaluation goes on where it stopped."""
+"""A log of answered requests, from which an interrupted evaluation resumes."""
 
 from __future__ import annotations
 
@@ -15,10 +15,9 @@ from efla.runs.rows import write_atomically
 
 
 class ResponseLog:
-    """JSON lines of (key of a request, its answer), appended in one synced write per batch.
+    """JSON lines of (request key, answer), appended in one synced write per batch.
 
-    The first line names what the answers belong to (model, settings); a file of something else is refused. A line that an
-    interruption cut off is dropped, and its request is asked again.
+    The first line holds the model and settings; a log of others is refused. Damaged lines are dropped.
     """
 
     def __init__(self, path: Path, belongs_to: dict[str, Any]) -> None:
@@ -35,11 +34,11 @@ class ResponseLog:
         return len(self._answers)
 
     def get(self, kind: str, arguments: Sequence[Any]) -> Any | None:
-        """The answer to a request, or ``None`` if it is not known yet. Numbers are those that were computed, bit by bit."""
+        """The answer to a request, bit-identical to the computed one, or ``None`` if it is not known."""
         return self._answers.get(request_key(kind, arguments))
 
     def add(self, answers: Sequence[tuple[str, Sequence[Any], Any]]) -> None:
-        """Keep answers: (kind, arguments, answer) each."""
+        """Append answers: (kind, arguments, answer) each."""
         lines = []
         for kind, arguments, answer in answers:
             key = request_key(kind, arguments)
@@ -54,7 +53,7 @@ class ResponseLog:
         complete, _, tail = self.path.read_bytes().rpartition(b"\n")
         lines = complete.split(b"\n")
         found = _decoded(lines[0])
-        if found is None:  # the very first write was cut off: nothing is lost
+        if found is None:  # the first write was cut off
             write_atomically(self.path, (dumps(header) + "\n").encode())
             return
         if found != header:
@@ -73,7 +72,7 @@ class ResponseLog:
 
 
 def remove_responses(path: Path) -> None:
-    """Delete a log once its task's results are written; the last one takes the empty folder along."""
+    """Delete a log, and its folder if it is empty then."""
     path.unlink(missing_ok=True)
     with contextlib.suppress(OSError):
         path.parent.rmdir()
@@ -87,5 +86,5 @@ def _decoded(line: bytes) -> Any | None:
 
 
 def request_key(kind: str, arguments: Sequence[Any]) -> str:
-    """A name for a request: kind and arguments, hashed."""
+    """A hash of a request's kind and arguments."""
     return hashlib.sha256(json.dumps([kind, *arguments], default=str).encode()).hexdigest()[:32]

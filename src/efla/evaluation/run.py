@@ -1,50 +1,60 @@
-"""An evaluation: models times tasks into a folder of rows, each written when it is finished, resumable at any request."""
+"""``efla eval``: models times tasks into a folder of rows. Every request that was answered survives an interruption."""
 
 from __future__ import annotations
 
+import datetime
 import json
-import re
+import time
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
 from rich.console import Console
 
-from efla.evaluation import harness_tasks
-from efla.evaluation.columns import CARRIED
-from efla.evaluation.harness_results import item_records, standard_errors
-from efla.evaluation.items import metric_items, write_items
-from efla.evaluation.local_data import SOURCES
+from efla.evaluation.items import file_name, items_path, metric_items, standard_errors, write_items
 from efla.evaluation.perplexity import why_not_carried
-from efla.evaluation.progress import Display, Stopwatch
+from efla.evaluation.progress import EvaluationDisplay
 from efla.evaluation.responses import ResponseLog, remove_responses
-from efla.evaluation.scorer import Scorer
-from efla.evaluation.tasks import wikitext
+from efla.evaluation.table import CARRIED
+from efla.evaluation.tasks import SOURCES, expand, load_task, require_lm_eval
 from efla.models.loading import Loaded, load_model, names_of
 from efla.runs.folder import RunFolder
 from efla.runs.provenance import git_commit, machine, versions
 from efla.runs.records import Record, dumps
 from efla.runs.rows import write_atomically
 
-EXPERIMENT = "evaluation"
+if TYPE_CHECKING:
+    from efla.evaluation.harness import HarnessModel
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settings:
-    """How models are evaluated. ``limit``: only the first so many items of each task."""
+class EvaluationSettings:
+    """How models are evaluated."""
 
     tasks: tuple[str, ...] = ("paper",)
+    """Names of lm-evaluation-harness tasks; "paper" stands for the paper's ten."""
     data: Path | None = None
+    """Folder with eval/, lambada/ and wikitext-2/ (default: EFLA_DATA; without it, the hub)."""
     limit: int | None = None
+    """Score only the first LIMIT items of each task; the table says so."""
     max_length: int | None = None
+    """Tokens the model sees at once (default: the config's max_position_embeddings)."""
     tokenizer: str | None = None
+    """Tokenizer folder or name if the model's folder has none; "bytes" for bytes, the default for a vocabulary of 256."""
     device: str = "cpu"
-    dtype: str = "auto"
+    """Where to run, such as cpu or cuda."""
+    dtype: Literal["auto", "float32", "bfloat16", "float16", "float64"] = "auto"
+    """Precision of the weights; auto is the checkpoint's own."""
     share: bool = True
+    """Score the choices of a question from one pass over their common prefix; --no-share uses the harness's own path."""
     batch_tokens: int = 4096
+    """Tokens in one forward pass."""
     samples: bool = False
+    """Also write the harness's full log of every item, with prompts."""
 
     def __post_init__(self) -> None:
         for name in ("limit", "max_length", "batch_tokens"):
@@ -52,210 +62,220 @@ class Settings:
             if value is not None and value < 1:
                 raise ValueError(f"{name} must be at least 1, got {value}")
 
-    @property
-    def protocol(self) -> Record:
-        """What must be the same for all rows of a folder: everything a score depends on."""
-        return {
-            "limit": self.limit,
-            "max_length": self.max_length,
-            "tokenizer": self.tokenizer,
-            "dtype": self.dtype,
-            "num_fewshot": 0,
-        }
 
+class Evaluation(ABC):
+    """A grid of models and cells. Finished cells are written at once and skipped when the evaluation runs again."""
 
-def evaluate(models: Sequence[str], settings: Settings, output: Path, console: Console) -> list[Record]:
-    """Evaluate every model on every task, skipping what the folder already holds; returns all rows of the folder."""
-    harness_tasks.require_lm_eval()
-    tasks = harness_tasks.expand(settings.tasks)
-    names = names_of(list(dict.fromkeys(models)))
-    planned = [*tasks, *([CARRIED] if "wikitext" in tasks else [])]
-    with RunFolder.open(output, EXPERIMENT, settings.protocol) as folder:
-        if folder.repaired:
-            console.print(f"{folder.repaired} half-written lines were moved to rows.damaged.jsonl")
-        display = Display(console, len(planned) * len(names))
-        for source, name in names.items():
-            _evaluate_model(source, name, planned, settings, folder, display, console)
-        return folder.rows()
+    experiment: ClassVar[str]
+    cells: list[str]
+    protocol: Record
+    """What all rows of a folder must agree on: everything that scores depend on."""
 
+    def __init__(self, settings: EvaluationSettings) -> None:
+        self.settings = settings
 
-def _evaluate_model(
-    source: str,
-    name: str,
-    tasks: Sequence[str],
-    settings: Settings,
-    folder: RunFolder,
-    display: Display,
-    console: Console,
-) -> None:
-    loaded = load_model(
-        source,
-        name=name,
-        tokenizer=settings.tokenizer,
-        max_length=settings.max_length,
-        device=settings.device,
-        dtype=settings.dtype,
-    )
-    earlier = {row["task"]: row for row in folder.rows() if row.get("row") == "cell" and row["model"] == name}
-    _check_digest(loaded, list(earlier.values()), folder.path)
-    for task in tasks:
-        if task in earlier:
-            display.finished(f"{name}/{task}", summary(earlier[task]), None)
-            continue
-        reason = why_not_carried(loaded.model) if task == CARRIED else None
-        if reason is not None:
-            display.finished(f"{name}/{task}", f"left out: {reason}", 0.0)
-            continue
-        watch = Stopwatch()
-        with display.work(f"{name}/{task}"):
-            result = (_carried if task == CARRIED else _harness)(loaded, task, settings, folder.path, display)
-        row = {
-            "cell": f"{name}/{task}",
+    @abstractmethod
+    def run(self, loaded: Loaded, cell: str, output: Path, display: EvaluationDisplay) -> list[Record] | str:
+        """The rows of a cell, the last with fields of the model and cell, or the reason why it is left out."""
+
+    @abstractmethod
+    def summary(self, rows: Sequence[Record]) -> str:
+        """The rows of a cell in a few words."""
+
+    def config(self) -> Record:
+        """The settings that a row records."""
+        return {**self.protocol, "batch_tokens": self.settings.batch_tokens}
+
+    def evaluate(self, models: Sequence[str], output: Path, console: Console) -> list[Record]:
+        """Run the cells that the folder does not have yet; returns all its rows."""
+        settings, names = self.settings, names_of(list(dict.fromkeys(models)))
+        with RunFolder.open(output, self.experiment, self.protocol) as folder:
+            if folder.repaired:
+                console.print(f"{folder.repaired} half-written lines were moved to rows.damaged.jsonl")
+            display = EvaluationDisplay(console, len(self.cells) * len(names))
+            for source, name in names.items():
+                loaded = load_model(
+                    source,
+                    name=name,
+                    tokenizer=settings.tokenizer,
+                    max_length=settings.max_length,
+                    device=settings.device,
+                    dtype=settings.dtype,
+                )
+                earlier = _finished_cells(loaded, folder)
+                for cell in self.cells:
+                    if cell in earlier:
+                        display.skip(f"{name}/{cell}", self.summary(earlier[cell]))
+                    else:
+                        self._run_cell(loaded, cell, folder, display)
+            return folder.rows()
+
+    def _run_cell(self, loaded: Loaded, cell: str, folder: RunFolder, display: EvaluationDisplay) -> None:
+        name = f"{loaded.name}/{cell}"
+        started, start = datetime.datetime.now(datetime.timezone.utc), time.monotonic()
+        with display.work(name):
+            found = self.run(loaded, cell, folder.path, display)
+        if isinstance(found, str):
+            display.finish(name, f"left out: {found}", 0.0)
+            return
+        seconds = time.monotonic() - start
+        *rows, result = found
+        last = {
             "row": "cell",
-            "rows": 1,
-            "model": name,
-            "task": task,
-            **result,
+            "rows": len(found),
             "digest": loaded.digest,
             **loaded.facts,
-            "max_length": loaded.max_length,
-            "wall_seconds": round(watch.seconds, 3),
-            "started": watch.started,
+            "wall_seconds": round(seconds, 3),
+            "started": started.isoformat(timespec="seconds"),
             "threads": torch.get_num_threads(),
-            "versions": {**versions(), **_harness_version()},
+            "versions": versions(),
             "commit": git_commit(),
             "machine": machine(),
-            "config": {**settings.protocol, "batch_tokens": settings.batch_tokens, "share": settings.share},
+            "config": self.config(),
+            **result,
         }
-        folder.append([row])
-        remove_responses(_responses_path(folder.path, name, task))
-        display.finished(f"{name}/{task}", summary(row), watch.seconds)
+        folder.append([{"cell": name, "model": loaded.name, **row} for row in (*rows, last)])
+        remove_responses(_responses_path(folder.path, loaded.name, cell))
+        display.finish(name, self.summary([*rows, last]), seconds)
 
 
-def _harness(loaded: Loaded, name: str, settings: Settings, output: Path, display: Display) -> Record:
-    """One task through lm-evaluation-harness; writes its items and its results in the harness's format."""
-    from lm_eval.evaluator import evaluate as harness_evaluate
+def _finished_cells(loaded: Loaded, folder: RunFolder) -> dict[str, list[Record]]:
+    """Rows of the model's finished cells by cell; raises if they are of other weights with the same name."""
+    found: dict[str, list[Record]] = {}
+    for row in folder.rows():
+        if row["model"] == loaded.name:
+            found.setdefault(row["cell"].removeprefix(f"{loaded.name}/"), []).append(row)
+            if row["row"] == "cell" and row["digest"] != loaded.digest:
+                raise ValueError(
+                    f"{folder.path} holds results of another model called {loaded.name!r} (digest {row['digest']} there, "
+                    f"{loaded.digest} now); nothing was changed. Choose another --output, or rename the model's folder"
+                )
+    return found
 
-    from efla.evaluation.harness_model import HarnessModel
 
-    task = harness_tasks.load_task(name, settings.data, settings.limit)
-    model = HarnessModel(
-        loaded.model,
-        loaded.tokenizer,
-        max_length=loaded.max_length,
-        share=settings.share,
-        batch_tokens=settings.batch_tokens,
-        progress=display,
-    )
-    belongs_to = {"digest": loaded.digest, "task": name, "max_length": loaded.max_length, **settings.protocol}
-    model.log = ResponseLog(_responses_path(output, loaded.name, name), belongs_to)
-    with harness_tasks.quiet():
-        results = harness_evaluate(
-            model, {"tasks": {name: task}, "groups": {}}, limit=settings.limit, bootstrap_iters=0, log_samples=True
+def evaluate(models: Sequence[str], settings: EvaluationSettings, output: Path, console: Console) -> list[Record]:
+    """Evaluate every model on every task, skipping what the folder already has; returns all rows of the folder."""
+    require_lm_eval()
+    return TaskEvaluation(settings).evaluate(models, output, console)
+
+
+class TaskEvaluation(Evaluation):
+    """Tasks of lm-evaluation-harness, and WikiText with the state carried."""
+
+    experiment = "evaluation"
+
+    def __init__(self, settings: EvaluationSettings) -> None:
+        super().__init__(settings)
+        tasks = expand(settings.tasks)
+        self.cells = [*tasks, *([CARRIED] if "wikitext" in tasks else [])]
+        names = ("limit", "max_length", "tokenizer", "dtype")
+        self.protocol = {**{name: getattr(settings, name) for name in names}, "num_fewshot": 0}
+
+    def config(self) -> Record:
+        return {**super().config(), "share": self.settings.share}
+
+    def summary(self, rows: Sequence[Record]) -> str:
+        return "  ".join(f"{name} {float(value):.4g}" for name, value in rows[-1]["metrics"].items())
+
+    def run(self, loaded: Loaded, cell: str, output: Path, display: EvaluationDisplay) -> list[Record] | str:
+        from efla.evaluation.harness import HarnessModel
+
+        settings = self.settings
+        reason = why_not_carried(loaded.model) if cell == CARRIED else None
+        if reason is not None:
+            return reason
+        name = "wikitext" if cell == CARRIED else cell
+        task = load_task(name, settings.data, settings.limit)
+        model = HarnessModel(
+            loaded.model,
+            loaded.tokenizer,
+            max_length=loaded.max_length,
+            share=settings.share,
+            batch_tokens=settings.batch_tokens,
+            progress=display,
         )
+        is_local = settings.data is not None and name in SOURCES
+        result = {
+            **(self._carried if cell == CARRIED else self._harness)(loaded, cell, task, model, output),
+            "data": "local files" if is_local else "Hugging Face hub",
+            "task": cell,
+            "max_length": loaded.max_length,
+            "versions": {**versions(), **_harness_versions()},
+        }
+        return [result]
+
+    def _harness(self, loaded: Loaded, name: str, task: Any, model: HarnessModel, output: Path) -> Record:
+        """One task through the harness; writes its items, and its results in the harness's format."""
+        from efla.evaluation.harness import run_task
+
+        settings = self.settings
+        belongs_to = {"digest": loaded.digest, "task": name, "max_length": loaded.max_length, **self.protocol}
+        model.log = ResponseLog(_responses_path(output, loaded.name, name), belongs_to)
+        found = run_task(model, name, task, settings.limit)
         total = SOURCES[name].num_records if settings.data and name in SOURCES else len(task.eval_docs)
-    samples = results.pop("samples")[name]
-    items = item_records(name, samples)
-    metrics = {key.split(",")[0]: v for key, v in results["results"][name].items() if isinstance(v, (int, float))}
-    if name == "lambada_openai":
-        metrics["bits_per_byte"] = metric_items(items, "bits_per_byte").metric()
-    errors = standard_errors(items, [m for m in metrics if not m.endswith("_stderr") and m != "sample_len"])
-    metrics = {key: value for key, value in metrics.items() if key in errors}
-    for metric, error in errors.items():
-        if f"{metric},none" in results["results"][name]:
-            results["results"][name][f"{metric}_stderr,none"] = error
-    write_items(items_path(output, loaded.name, name), items)
-    _merge_results(output / "lm_eval" / safe(loaded.name) / "results.json", results, loaded, settings, total)
-    if settings.samples:
-        lines = "".join(json.dumps(sample, default=str, ensure_ascii=False) + "\n" for sample in samples)
-        write_atomically(output / "lm_eval" / safe(loaded.name) / f"samples_{name}.jsonl", lines.encode())
-    return {
-        "metrics": metrics,
-        "standard_errors": errors,
-        "num_items": len(items),
-        "num_items_in_set": total,
-        "path": "shared prefill" if model.share else "plain",
-        "data": "local files" if settings.data and name in SOURCES else "Hugging Face hub",
-    }
+        metrics = found.metrics
+        if name == "lambada_openai":
+            metrics["bits_per_byte"] = metric_items(found.items, "bits_per_byte").metric()
+        errors = standard_errors(found.items, [m for m in metrics if not m.endswith("_stderr") and m != "sample_len"])
+        own = found.results["results"][name]
+        own |= {f"{metric}_stderr,none": error for metric, error in errors.items() if f"{metric},none" in own}
+        write_items(items_path(output, loaded.name, name), found.items)
+        folder = output / "lm_eval" / file_name(loaded.name)
+        self._merge_results(folder / "results.json", found.results, loaded, total)
+        if settings.samples:
+            lines = "".join(json.dumps(sample, default=str, ensure_ascii=False) + "\n" for sample in found.samples)
+            write_atomically(folder / f"samples_{name}.jsonl", lines.encode())
+        return {
+            "metrics": {metric: metrics[metric] for metric in errors},
+            "standard_errors": errors,
+            "num_items": len(found.items),
+            "num_items_in_set": total,
+            "path": "shared prefill" if model.share else "plain",
+        }
 
+    def _carried(self, loaded: Loaded, name: str, task: Any, model: HarnessModel, output: Path) -> Record:
+        """WikiText with the state carried through each article."""
+        from efla.evaluation.harness import wikitext_items
 
-def _carried(loaded: Loaded, name: str, settings: Settings, output: Path, display: Display) -> Record:
-    """WikiText with the state carried through each article, on the harness's own documents."""
-    task = harness_tasks.load_task("wikitext", settings.data, settings.limit)
-    records = [{"page": doc["page"]} for doc in task.eval_docs][: settings.limit]
-    scorer = Scorer(loaded.model, loaded.tokenizer, loaded.max_length, batch_tokens=settings.batch_tokens)
-    display.begin(len(records))
-    found = wikitext(scorer, records, carried=True, progress=display.advance)
-    items = [
-        {"doc_id": i, "log_prob": log_prob, "words": words, "bytes": len(record["page"].encode())}
-        for i, (record, log_prob, words) in enumerate(zip(records, found.log_probs, found.words, strict=True))
-    ]
-    write_items(items_path(output, loaded.name, name), items)
-    metrics = {key: getattr(found, key) for key in ("word_perplexity", "byte_perplexity", "bits_per_byte")}
-    return {
-        "metrics": metrics,
-        "standard_errors": standard_errors(items, list(metrics)),
-        "num_items": len(items),
-        "num_items_in_set": SOURCES["wikitext"].num_records,
-        "path": "state carried",
-        "data": "local files" if settings.data else "Hugging Face hub",
-    }
+        items = wikitext_items(model, task, self.settings.limit, carried=True)
+        write_items(items_path(output, loaded.name, name), items)
+        metrics = ("word_perplexity", "byte_perplexity", "bits_per_byte")
+        return {
+            "metrics": {metric: metric_items(items, metric).exact_metric() for metric in metrics},
+            "standard_errors": standard_errors(items, metrics),
+            "num_items": len(items),
+            "num_items_in_set": SOURCES["wikitext"].num_records,
+            "path": "state carried",
+        }
 
-
-def summary(row: Record) -> str:
-    """The metrics of a row in a few words."""
-    return "  ".join(f"{name} {float(value):.4g}" for name, value in row["metrics"].items())
-
-
-def items_path(output: Path, model: str, task: str) -> Path:
-    return output / "items" / safe(model) / f"{safe(task)}.jsonl"
-
-
-def safe(name: str) -> str:
-    """A name as a file name."""
-    return re.sub(r"[^\w.-]+", "__", name).strip(".") or "model"
+    def _merge_results(self, file: Path, results: Record, loaded: Loaded, total: int) -> None:
+        """Add the harness's results of one task to those of the others, in the layout of its results files."""
+        file.parent.mkdir(parents=True, exist_ok=True)
+        merged: Record = json.loads(file.read_text()) if file.exists() else {}
+        for counts in results.get("n-samples", {}).values():
+            counts["original"] = total
+        for key, value in results.items():
+            if isinstance(value, dict):
+                merged[key] = {**merged.get(key, {}), **json.loads(json.dumps(value, default=str))}
+            else:
+                merged[key] = value
+        merged["config"] = {
+            "model": loaded.name,
+            "model_num_parameters": loaded.facts["parameters"],
+            "model_dtype": str(loaded.model.dtype),
+            "limit": self.settings.limit,
+            "batch_size": self.settings.batch_tokens,
+            "device": self.settings.device,
+            "digest": loaded.digest,
+        }
+        merged |= {"model_name": loaded.name, "max_length": loaded.max_length}
+        merged |= {f"{name.replace('-', '_')}_version": value for name, value in _harness_versions().items()}
+        write_atomically(file, (json.dumps(json.loads(dumps(merged)), indent=2) + "\n").encode())
 
 
 def _responses_path(output: Path, model: str, task: str) -> Path:
-    return output / "responses" / f"{safe(model)}__{safe(task)}.jsonl"
+    return output / "responses" / f"{file_name(model)}__{file_name(task)}.jsonl"
 
 
-def _check_digest(loaded: Loaded, earlier: Sequence[Record], output: Path) -> None:
-    for row in earlier:
-        if row["digest"] != loaded.digest:
-            raise ValueError(
-                f"{output} holds results of another model called {loaded.name!r} (digest {row['digest']} there, "
-                f"{loaded.digest} now); nothing was changed. Choose another --output, or rename the model's folder"
-            )
-
-
-def _merge_results(file: Path, results: dict[str, Any], loaded: Loaded, settings: Settings, total: int) -> None:
-    """The harness's results of one task put beside those of the others, in the layout of its results files."""
-    file.parent.mkdir(parents=True, exist_ok=True)
-    merged: dict[str, Any] = json.loads(file.read_text()) if file.exists() else {}
-    for counts in results.get("n-samples", {}).values():
-        counts["original"] = total
-    for key, value in results.items():
-        if isinstance(value, dict):
-            merged[key] = {**merged.get(key, {}), **json.loads(json.dumps(value, default=str))}
-        else:
-            merged[key] = value
-    merged["config"] = {
-        "model": loaded.name,
-        "model_num_parameters": loaded.facts["parameters"],
-        "model_dtype": str(loaded.model.dtype),
-        "limit": settings.limit,
-        "batch_size": settings.batch_tokens,
-        "device": settings.device,
-        "digest": loaded.digest,
-    }
-    merged["model_name"] = loaded.name
-    merged["max_length"] = loaded.max_length
-    merged |= {f"{name.replace('-', '_')}_version": value for name, value in _harness_version().items()}
-    write_atomically(file, (json.dumps(json.loads(dumps(merged)), indent=2) + "\n").encode())
-
-
-def _harness_version() -> dict[str, str]:
-    from importlib.metadata import version
-
-    return {"lm-eval": version("lm-eval"), "transformers": version("transformers")}
+def _harness_versions() -> dict[str, str]:
+    return {name: version(name) for name in ("lm-eval", "transformers")}

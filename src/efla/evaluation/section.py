@@ -6,19 +6,18 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 
-from efla.evaluation.columns import COLUMNS, EXTRA_COLUMNS
 from efla.evaluation.plot import line_keys, style
-from efla.evaluation.table import Cell, ResultTable, result_table
+from efla.evaluation.table import COLUMNS, EXTRA_COLUMNS, ResultTable, TableCell, result_table
 from efla.runs.chart import Chart, Point, Series
 from efla.runs.records import Record, number
 from efla.runs.sections import Figure, Section, Table, budget, settings_table
 
 _LATE = 256
-"""After this position a model of text knows what it is reading; a second chart looks closer there."""
+"""A second chart shows the positions after this one, where the loss changes slowly."""
 
 
 def sections(rows: Sequence[Record], source: str) -> list[Section]:
-    """The table of an evaluation, with the paper's numbers beside it."""
+    """The table of an evaluation with the paper's numbers."""
     cells = [row for row in rows if row["row"] == "cell"]
     table = result_table(rows, "both")
     models = list(dict.fromkeys(str(row["model"]) for row in cells))
@@ -82,7 +81,7 @@ def _table(title: str, table: ResultTable) -> Table:
     return Table(title, table.headings, [[_shown(cell) for cell in line] for line in table.lines])
 
 
-def _shown(cell: Cell) -> str:
+def _shown(cell: TableCell) -> str:
     from markupsafe import Markup, escape
 
     return Markup("<b>{}</b>").format(escape(cell.text)) if cell.is_best else cell.text

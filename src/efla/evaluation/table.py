@@ -1,4 +1,4 @@
-"""The paper's table from the rows of an evaluation: for the terminal, as markdown, for the report."""
+"""The paper's table: its columns and published numbers, and a table from the rows of an evaluation."""
 
 from __future__ import annotations
 
@@ -7,23 +7,88 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from efla.evaluation.columns import (
-    ACCURACIES,
-    COLUMNS,
-    EXTRA_COLUMNS,
-    PRINTED_AVERAGES,
-    Column,
-    mean_accuracy,
-    paper_rows,
-)
 from efla.runs.records import Record, number
 
-PAPER_SIZES = ("none", "340M", "1.3B", "both")
+MISSING = "–"  # noqa: RUF001
+"""What tables show for a cell that was not run."""
 
 
 @dataclass(frozen=True)
-class Cell:
-    """A number as it is shown, with its standard error; ``is_best`` among the evaluated models of its line."""
+class Column:
+    """One metric of the table. ``unit`` 100 shows a fraction as percent; ``chance`` is in the shown unit."""
+
+    key: str
+    title: str
+    task: str
+    metric: str
+    unit: float = 100.0
+    chance: float | None = None
+    lower_is_better: bool = False
+    is_accuracy: bool = True
+
+
+COLUMNS = (
+    Column("wikitext", "Wiki. ppl", "wikitext", "word_perplexity", 1.0, None, True, False),
+    Column("lambada_ppl", "LMB. ppl", "lambada_openai", "perplexity", 1.0, None, True, False),
+    Column("lambada", "LMB. acc", "lambada_openai", "acc", chance=0.0),
+    Column("piqa", "PIQA", "piqa", "acc", chance=50.0),
+    Column("hellaswag", "Hella.", "hellaswag", "acc_norm", chance=25.0),
+    Column("winogrande", "Wino.", "winogrande", "acc", chance=50.0),
+    Column("arc_easy", "ARC-e", "arc_easy", "acc", chance=25.0),
+    Column("arc_challenge", "ARC-c", "arc_challenge", "acc_norm", chance=25.0),
+    Column("boolq", "BoolQ", "boolq", "acc", chance=62.2),
+    Column("openbookqa", "OBQA", "openbookqa", "acc_norm", chance=25.0),
+    Column("sciq", "SciQ", "sciq", "acc", chance=25.0),
+)
+"""BoolQ's chance is its majority class. A few ARC questions have 3 or 5 choices; guessing gives 25."""
+
+ACCURACIES = tuple(column for column in COLUMNS if column.is_accuracy)
+
+CARRIED = "wikitext_carried"
+EXTRA_COLUMNS = (
+    Column("wikitext_bits", "Wiki. bits/byte", "wikitext", "bits_per_byte", 1.0, None, True, False),
+    Column("carried", "Wiki. ppl, state carried", CARRIED, "word_perplexity", 1.0, None, True, False),
+    Column("carried_bits", "Wiki. bits/byte, state carried", CARRIED, "bits_per_byte", 1.0, None, True, False),
+    Column("lambada_bits", "LMB. bits/byte", "lambada_openai", "bits_per_byte", 1.0, None, True, False),
+)
+"""Not in the paper's table: bits per byte, and WikiText with the state carried over windows."""
+
+_PAPER = {
+    "340M": {
+        "Mamba-2": (36.90, 105.69, 20.7, 61.9, 30.7, 50.2, 40.4, 22.1, 53.0, 27.0, 71.9),
+        "DeltaNet": (38.09, 96.26, 22.5, 60.7, 30.1, 51.9, 41.7, 21.6, 60.1, 29.0, 70.4),
+        "EFLA": (35.26, 79.97, 23.9, 61.0, 30.9, 51.1, 42.5, 23.8, 59.7, 30.8, 72.9),
+        "Gated DeltaNet": (34.93, 72.46, 25.5, 62.7, 30.8, 49.3, 41.8, 21.7, 61.7, 27.4, 74.2),
+        "Gated EFLA": (34.28, 69.37, 26.4, 61.8, 31.1, 52.1, 42.0, 22.8, 62.1, 29.4, 75.3),
+    },
+    "1.3B": {
+        "DeltaNet": (18.38, 17.29, 41.8, 69.2, 44.5, 49.3, 52.5, 26.4, 58.1, 29.8, 82.6),
+        "EFLA": (18.30, 16.54, 43.2, 68.9, 44.5, 52.1, 54.4, 26.4, 60.4, 31.6, 84.2),
+    },
+}
+PRINTED_AVERAGES = {
+    "340M": {"Mamba-2": 42.0, "DeltaNet": 42.2, "EFLA": 44.1, "Gated DeltaNet": 43.9, "Gated EFLA": 44.8},
+    "1.3B": {"DeltaNet": 50.5, "EFLA": 51.8},
+}
+"""The averages the paper prints. DeltaNet's at 340M differs from the mean of its row, 43.11."""
+
+
+def paper_rows(size: str) -> dict[str, dict[str, float]]:
+    """The paper's numbers at "340M" (8B tokens) or "1.3B" (50B tokens): model -> column key -> number."""
+    keys = [column.key for column in COLUMNS]
+    return {model: dict(zip(keys, values, strict=True)) for model, values in _PAPER[size].items()}
+
+
+def mean_accuracy(shown: Mapping[str, float | None]) -> float | None:
+    """The mean of the nine accuracies, or ``None`` if one is missing."""
+    values = [shown.get(column.key) for column in ACCURACIES]
+    known = [value for value in values if value is not None]
+    return sum(known) / len(known) if len(known) == len(ACCURACIES) else None
+
+
+@dataclass(frozen=True)
+class TableCell:
+    """A formatted number. ``is_best``: the best of the evaluated models on its line."""
 
     text: str = ""
     is_best: bool = False
@@ -31,10 +96,10 @@ class Cell:
 
 @dataclass(frozen=True)
 class ResultTable:
-    """A line per metric: title, chance, one cell per model; ``headings`` are the columns' titles."""
+    """One line per metric: title, chance, one cell per model; ``headings`` are the column titles."""
 
     headings: list[str]
-    lines: list[list[Cell]]
+    lines: list[list[TableCell]]
     notes: list[str] = field(default_factory=list)
 
     def texts(self, mark: str = "**") -> list[list[str]]:
@@ -42,36 +107,29 @@ class ResultTable:
 
 
 def result_table(rows: Sequence[Record], paper: str = "340M") -> ResultTable:
-    """Metrics as lines; the models' columns, then the paper's.
+    """Metrics as lines; columns of the models, then of the paper.
 
-    The best of at least two models that differ is marked, per line. The mean is recomputed from the nine accuracies, in the
-    paper's columns too, and printed only where all nine are there. Its standard error adds the tasks' up in squares.
+    The best of at least two different values is marked on each line. The mean of the nine accuracies is recomputed, for the
+    paper too, if all nine are known; its standard error combines those of the tasks in quadrature.
     """
     cells = [row for row in rows if row.get("row") == "cell"]
     models = list(dict.fromkeys(str(row["model"]) for row in cells))
     by_cell = {(str(row["model"]), str(row["task"])): row for row in cells}
+    tasks = {str(row["task"]) for row in cells}
     published = _published(paper)
-    lines = [
-        _line(column, models, by_cell, published)
-        for column in COLUMNS
-        if any((model, column.task) in by_cell for model in models)
-    ]
+    lines = [_line(column, models, by_cell, published) for column in COLUMNS if column.task in tasks]
     lines += _mean_lines(models, by_cell, published)
-    lines += [
-        _line(column, models, by_cell, {name: {} for name in published})
-        for column in EXTRA_COLUMNS
-        if any((model, column.task) in by_cell for model in models)
-    ]
+    extra = [column for column in EXTRA_COLUMNS if column.task in tasks]
     other = [row for row in cells if row["task"] not in {c.task for c in (*COLUMNS, *EXTRA_COLUMNS)}]
     for task, metric in dict.fromkeys((str(row["task"]), metric) for row in other for metric in row["metrics"]):
-        column = Column(task, f"{task} {metric}", task, metric, 1.0, None, False, False)
-        lines.append(_line(column, models, by_cell, {name: {} for name in published}))
+        extra.append(Column(task, f"{task} {metric}", task, metric, 1.0, None, False, False))
+    lines += [_line(column, models, by_cell, {name: {} for name in published}) for column in extra]
     headings = ["", "chance", *models, *(f"paper: {name}" for name in published)]
     return ResultTable(headings, lines, _notes(cells, published))
 
 
 def shown_values(row: Mapping[str, Any], column: Column) -> tuple[float, float]:
-    """A metric of a row and its standard error, in the unit of the table."""
+    """A metric of a row and its standard error, in the unit of the column."""
     value = number(row["metrics"].get(column.metric))
     return value * column.unit, number(row["standard_errors"].get(column.metric)) * column.unit
 
@@ -81,27 +139,27 @@ def _line(
     models: Sequence[str],
     by_cell: Mapping[tuple[str, str], Record],
     published: Mapping[str, Mapping[str, float]],
-) -> list[Cell]:
+) -> list[TableCell]:
     values = {m: shown_values(by_cell[m, column.task], column) for m in models if (m, column.task) in by_cell}
     finite = [value for value, _ in values.values() if math.isfinite(value)]
     best = (min(finite) if column.lower_is_better else max(finite)) if len(set(finite)) > 1 else None
     digits = 1 if column.is_accuracy else 3 if "bits" in column.metric else 2
-    line = [Cell(column.title), Cell("" if column.chance is None else f"{column.chance:.1f}")]
+    line = [TableCell(column.title), TableCell("" if column.chance is None else f"{column.chance:.1f}")]
     for model in models:
         value, error = values.get(model, (math.nan, math.nan))
         if model not in values:
-            line.append(Cell("–"))  # noqa: RUF001
+            line.append(TableCell(MISSING))
         else:
-            line.append(Cell(_with_error(value, error, digits), value == best))
-    return line + [Cell(_plain(row.get(column.key), digits)) for row in published.values()]
+            line.append(TableCell(_with_error(value, error, digits), value == best))
+    return line + [TableCell(_empty_for_none(row.get(column.key), digits)) for row in published.values()]
 
 
 def _mean_lines(
     models: Sequence[str],
     by_cell: Mapping[tuple[str, str], Record],
     published: Mapping[str, Mapping[str, float]],
-) -> list[list[Cell]]:
-    """The mean of the nine accuracies of every model that has all nine; the paper's printed average below its own."""
+) -> list[list[TableCell]]:
+    """The mean of the nine accuracies, and below it the average that the paper prints."""
     means: dict[str, tuple[float, float]] = {}
     for model in models:
         pairs = {c.key: shown_values(by_cell[model, c.task], c) for c in ACCURACIES if (model, c.task) in by_cell}
@@ -112,14 +170,16 @@ def _mean_lines(
         return []
     best = max(mean for mean, _ in means.values()) if len({mean for mean, _ in means.values()}) > 1 else None
     chance = sum(column.chance or 0.0 for column in ACCURACIES) / len(ACCURACIES)
-    line = [Cell("mean of the 9"), Cell(f"{chance:.1f}")]
+    line = [TableCell("mean of the 9"), TableCell(f"{chance:.1f}")]
     for model in models:
-        line.append(Cell(_with_error(*means[model], 2), means[model][0] == best) if model in means else Cell("–"))  # noqa: RUF001
-    line += [Cell(_plain(mean_accuracy(row), 2)) for row in published.values()]
+        line.append(
+            TableCell(_with_error(*means[model], 2), means[model][0] == best) if model in means else TableCell(MISSING)
+        )
+    line += [TableCell(_empty_for_none(mean_accuracy(row), 2)) for row in published.values()]
     if not published:
         return [line]
-    printed = [Cell("average as printed"), *[Cell()] * (1 + len(models))]
-    printed += [Cell(_plain(row.get("printed"), 1)) for row in published.values()]
+    printed = [TableCell("average as printed"), *[TableCell()] * (1 + len(models))]
+    printed += [TableCell(_empty_for_none(row.get("printed"), 1)) for row in published.values()]
     return [line, printed]
 
 
@@ -158,7 +218,7 @@ def _notes(cells: Sequence[Record], published: Mapping[str, object]) -> list[str
 
 
 def markdown(table: ResultTable) -> str:
-    """The table as GitHub markdown."""
+    """The table as GitHub Markdown."""
     lines = ["| " + " | ".join(table.headings) + " |", "| --- " + "| ---: " * (len(table.headings) - 1) + "|"]
     lines += ["| " + " | ".join(line) + " |" for line in table.texts()]
     return "\n".join([*lines, "", *table.notes])
@@ -187,5 +247,5 @@ def _with_error(value: float, error: float, digits: int) -> str:
     return f"{text} ± {error:,.{digits}f}" if abs(value) < 1e6 else f"{text} ± {error:.1g}"
 
 
-def _plain(value: float | None, digits: int) -> str:
+def _empty_for_none(value: float | None, digits: int) -> str:
     return "" if value is None else f"{value:.{digits}f}"

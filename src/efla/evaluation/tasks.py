@@ -1,133 +1,325 @@
-"""The paper's tasks with our own scorer: no lm-evaluation-harness needed, the same numbers (spec lm.md sections 5 and 7.4)."""
+"""The tasks of lm-evaluation-harness, with the paper's ten read from local files where a data folder is given.
+
+Prompts, choices and metrics are the harness's; only the source of the records changes. The data folder (``--data`` or
+``EFLA_DATA``) holds ``eval/``, ``lambada/`` and ``wikitext-2/``; docs/evaluation.md lists the files. Each may be compressed:
+NAME, NAME.xz or NAME.gz.
+"""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Sequence
+import gzip
+import json
+import logging
+import lzma
+import os
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
-from efla.evaluation.likelihood import Score
-from efla.evaluation.perplexity import carried_log_likelihoods, rolling_log_likelihoods
-from efla.evaluation.prompts import Question, Record, count_words, lambada_pair, question, wikitext_text
-from efla.evaluation.scorer import Scorer, score_pairs
-
-Progress = Callable[[int], None]
-"""Called with the number of requests that were just finished."""
+from efla.errors import unknown_name
+from efla.runs.records import Record
 
 
 @dataclass(frozen=True)
-class LambadaResult:
-    """perplexity = exp(-mean log p(word)), per word; accuracy: every token of the word is the likeliest one.
+class TaskSource:
+    """One of the paper's tasks: its definition in the harness, its local files, and how to read them.
 
-    ``bits_per_byte`` is over the bytes of " word". ``scores`` are the passages', in order.
+    split: the name of the scored split on the hub. num_records: its published size.
     """
 
-    perplexity: float
-    accuracy: float
-    bits_per_byte: float
-    scores: list[Score]
+    definition: str
+    files: tuple[str, ...]
+    split: str
+    num_records: int
+    read: Callable[..., list[Record]]
 
 
-def lambada(scorer: Scorer, records: Sequence[Record], progress: Progress | None = None) -> LambadaResult:
-    """LAMBADA: predict the last word of each passage."""
-    pairs = [lambada_pair(record) for record in _some(records)]
-    scores = score_pairs(scorer, pairs, done=_counting(progress))
-    total = math.fsum(score.log_prob for score in scores)
-    num_bytes = sum(len(word.encode()) for _, word in pairs)
-    return LambadaResult(
-        perplexity=_exp(-total / len(scores)),
-        accuracy=sum(score.is_greedy for score in scores) / len(scores),
-        bits_per_byte=-total / num_bytes / math.log(2),
-        scores=scores,
+def data_folder(data: str | Path | None) -> Path | None:
+    """The given data folder, else the one in EFLA_DATA, else ``None``; it must exist."""
+    folder = data or os.environ.get("EFLA_DATA")
+    if not folder:
+        return None
+    if not Path(folder).is_dir():
+        raise FileNotFoundError(f"{'--data' if data else 'EFLA_DATA'} is {str(folder)!r}, which is not a folder")
+    return Path(folder)
+
+
+def require_lm_eval() -> None:
+    """Raise an error that says what to install if lm-evaluation-harness is missing."""
+    try:
+        import lm_eval  # noqa: F401
+    except ImportError:
+        raise RuntimeError("evaluation needs lm-evaluation-harness: pip install 'efla[eval]'") from None
+
+
+def expand(names: Sequence[str]) -> list[str]:
+    """Task names without duplicates; "paper" expands to the paper's ten."""
+    found = [task for name in names for task in (PAPER_TASKS if name == "paper" else (name,))]
+    if not found:
+        raise ValueError("give at least one task, such as --tasks paper or --tasks piqa lambada_openai")
+    return list(dict.fromkeys(found))
+
+
+def load_task(name: str, data: Path | None, limit: int | None = None, *, metrics: Sequence[str] = ()) -> Any:
+    """A zero-shot task of the harness.
+
+    The paper's tasks are read from ``data`` if it is given; others come from the Hugging Face hub or its local cache.
+    metrics: mean metrics, such as "acc_norm", that the harness computes in addition to those of the task's definition.
+    """
+    require_lm_eval()
+    with silence_lm_eval():
+        if name in SOURCES:
+            config = definition(name)
+            own = {metric["metric"] for metric in config["metric_list"]}
+            added = [{"metric": m, "aggregation": "mean", "higher_is_better": True} for m in metrics if m not in own]
+            config["metric_list"] = [*config["metric_list"], *added]
+            if data is not None:
+                config |= _local_source(name, data, limit)
+            task = _build(name, config)
+        else:
+            task = _load_other(name)
+        if task.get_config("num_fewshot") is None:
+            task.set_config(key="num_fewshot", value=0)
+        task.set_fewshot_seed(seed=1234)
+    return task
+
+
+def definition(name: str) -> Record:
+    """The harness's definition of one of the paper's tasks."""
+    require_lm_eval()
+    import lm_eval.tasks
+    from lm_eval.tasks._yaml_loader import load_yaml
+
+    return dict(load_yaml(Path(lm_eval.tasks.__file__).parent / SOURCES[name].definition, resolve_func=True))
+
+
+def _local_source(name: str, data: Path, limit: int | None) -> Record:
+    """Fields of a definition that make it read local files, which hold only the scored split."""
+    split = SOURCES[name].split
+
+    def load(**_: Any) -> dict[str, Any]:
+        import datasets
+
+        return {split: datasets.Dataset.from_list(local_records(name, data, limit))}
+
+    changes: Record = {"custom_dataset": load, "training_split": None}
+    if split == "test":
+        changes["validation_split"] = None
+    return changes
+
+
+def _build(name: str, config: Record) -> Any:
+    from lm_eval.api.task import ConfigurableTask
+
+    try:
+        return ConfigurableTask(config=config)
+    except Exception as error:  # datasets, huggingface_hub and their HTTP libraries each raise their own
+        if "custom_dataset" in config:
+            raise
+        files = " and ".join(SOURCES[name].files)
+        raise RuntimeError(
+            f"task {name!r} could not be loaded from the Hugging Face hub ({config['dataset_path']}): "
+            f"{type(error).__name__}: {_first_line(error)}. Without a network, pass a folder that holds {files} with --data "
+            "DIR or EFLA_DATA"
+        ) from error
+
+
+def _load_other(name: str) -> Any:
+    from lm_eval.tasks import TaskManager
+
+    manager = TaskManager()
+    if name not in manager.all_tasks:
+        raise unknown_name("task", name, ["paper", *PAPER_TASKS]) from None
+    try:
+        tasks = manager.load([name])["tasks"]
+    except Exception as error:
+        raise RuntimeError(
+            f"task {name!r} could not be loaded from the Hugging Face hub: {type(error).__name__}: {_first_line(error)}; it "
+            f"has no local files (tasks that have: {', '.join(PAPER_TASKS)})"
+        ) from error
+    if len(tasks) != 1:
+        raise ValueError(f"{name!r} is a group of {len(tasks)} tasks; name them one by one: {', '.join(tasks)}")
+    return next(iter(tasks.values()))
+
+
+def _first_line(error: Exception) -> str:
+    return next(iter(str(error).strip().splitlines()), "")
+
+
+@contextmanager
+def silence_lm_eval() -> Iterator[None]:
+    """Hide the harness's progress bars and its log messages below errors."""
+    import datasets
+    import lm_eval.api.task
+    import lm_eval.models.huggingface
+
+    modules: list[Any] = [lm_eval.api.task, lm_eval.models.huggingface, lm_eval.api.model]
+    with ExitStack() as restore:
+        for logger in (logging.getLogger("lm_eval"), logging.getLogger("lm-eval")):
+            restore.callback(logger.setLevel, logger.level)
+            logger.setLevel(logging.ERROR)
+        for module in modules:
+            restore.callback(setattr, module, "tqdm", module.tqdm)
+            module.tqdm = _disabled_tqdm
+        if not datasets.are_progress_bars_disabled():
+            restore.callback(datasets.enable_progress_bars)
+            datasets.disable_progress_bars()
+        yield
+
+
+def _disabled_tqdm(*args: Any, **kwargs: Any) -> Any:
+    from tqdm import tqdm
+
+    return tqdm(*args, **{**kwargs, "disable": True})
+
+
+def local_records(task: str, data: Path, limit: int | None = None) -> list[Record]:
+    """The scored records of a task in the hub's format and the published order; the first ``limit`` if given."""
+    if task not in SOURCES:
+        raise unknown_name("task with local data", task, SOURCES)
+    source = SOURCES[task]
+    paths = [find_file(data, name, task) for name in source.files]
+    found = source.read(*paths)
+    if not found:
+        raise ValueError(f"{paths[0]} holds no records; expected {source.num_records:,} for task {task!r}")
+    return found[:limit]
+
+
+def find_file(data: Path, name: str, task: str) -> Path:
+    """The file of that name, compressed or not; raises an error that names the missing file."""
+    for suffix in ("", ".xz", ".gz"):
+        path = data / (name + suffix)
+        if path.is_file():
+            return path
+    raise FileNotFoundError(
+        f"task {task!r} needs {name} (or {name}.xz, {name}.gz) in {data}, which has no such file; pass another folder with "
+        "--data, or omit --data and unset EFLA_DATA: efla eval then downloads from the Hugging Face hub, and efla reproduce "
+        "skips these sets"
     )
 
 
-@dataclass(frozen=True)
-class ChoiceResult:
-    """``acc``: how often the right choice has the largest log-likelihood; ``acc_norm``: the largest per character.
-
-    ``scores[i][j]`` is choice j of question i. A tie goes to the first of the tied choices.
-    """
-
-    acc: float
-    acc_norm: float
-    scores: list[list[Score]]
-    questions: list[Question]
-
-
-def multiple_choice(
-    scorer: Scorer, task: str, records: Sequence[Record], progress: Progress | None = None
-) -> ChoiceResult:
-    """One of the eight multiple-choice tasks (a name of ``efla.evaluation.prompts.QUESTIONS``)."""
-    questions = [question(task, record) for record in _some(records)]
-    pairs = [pair for q in questions for pair in q.pairs]
-    groups = [number for number, q in enumerate(questions) for _ in q.pairs]
-    flat = iter(score_pairs(scorer, pairs, groups, done=_counting(progress)))
-    scores = [[next(flat) for _ in q.pairs] for q in questions]
-    right = right_norm = 0
-    for q, of_choices in zip(questions, scores, strict=True):
-        sums = [score.log_prob for score in of_choices]
-        right += sums.index(max(sums)) == q.answer
-        per_character = [value / length for value, length in zip(sums, q.lengths, strict=True)]
-        right_norm += per_character.index(max(per_character)) == q.answer
-    return ChoiceResult(right / len(questions), right_norm / len(questions), scores, questions)
+def read_text(path: Path) -> str:
+    """The text of a file, decompressed by its suffix; raises ``ValueError`` if it is damaged or not UTF-8."""
+    try:
+        data = path.read_bytes()
+        if path.suffix in (".xz", ".gz"):
+            data = (lzma if path.suffix == ".xz" else gzip).decompress(data)
+        return data.decode("utf-8")
+    except (lzma.LZMAError, zlib.error, gzip.BadGzipFile, EOFError) as error:
+        raise ValueError(f"{path} is damaged ({error}); copy or download it again") from error
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not UTF-8 text (byte {error.start}); copy or download it again") from error
 
 
-@dataclass(frozen=True)
-class PerplexityResult:
-    """Of articles: word_perplexity = exp(-sum log p / words), byte_perplexity and bits_per_byte over bytes.
+def _json_lines(path: Path, *fields: str) -> list[Record]:
+    """JSON objects, one per line, that have at least these fields."""
+    found = []
+    for number, line in enumerate(read_text(path).split("\n"), 1):
+        if not line.strip():
+            continue
+        try:
+            record = json.loads(line)
+        except ValueError as error:
+            raise ValueError(
+                f"{path}, line {number} is not JSON ({error}); the file is cut off or damaged, copy or download it again"
+            ) from error
+        missing = [field for field in fields if not isinstance(record, dict) or field not in record]
+        if missing:
+            raise ValueError(f"{path}, line {number} lacks {', '.join(missing)}; is it the published file?")
+        found.append(record)
+    return found
 
-    Words and bytes are those of the original articles, as the harness counts them. ``log_probs`` are the articles'.
-    """
 
-    word_perplexity: float
-    byte_perplexity: float
-    bits_per_byte: float
-    log_probs: list[float]
-    words: list[int]
+def _reader(*fields: str) -> Callable[[Path], list[Record]]:
+    """For files that already are in the hub's format."""
+    return lambda path: _json_lines(path, *fields)
 
 
-def wikitext(
-    scorer: Scorer, records: Sequence[Record], *, carried: bool = False, progress: Progress | None = None
-) -> PerplexityResult:
-    """WikiText's articles in windows of the model's length, or with the state carried through each article.
+def _piqa(path: Path, labels: Path) -> list[Record]:
+    found = _json_lines(path, "goal", "sol1", "sol2")
+    answers = read_text(labels).split()
+    if len(answers) != len(found) or not set(answers) <= {"0", "1"}:
+        raise ValueError(
+            f"{labels} must hold one 0 or 1 for each of the {len(found)} lines of {path.name}, got {len(answers)} entries "
+            f"{sorted(set(answers))[:4]}; the two files do not belong together"
+        )
+    return [
+        {"goal": r["goal"], "sol1": r["sol1"], "sol2": r["sol2"], "label": int(answer)}
+        for r, answer in zip(found, answers, strict=True)
+    ]
 
-    carried: the state goes on from window to window, so that every token sees all of its article. Recurrent models only.
-    """
-    pages = [str(record["page"]) for record in _some(records)]
-    texts = [wikitext_text(page) for page in pages]
-    tokens = [scorer.tokenizer.encode(text, add_special_tokens=False) for text in texts]
-    measure = carried_log_likelihoods if carried else rolling_log_likelihoods
-    found = measure(
-        scorer.model,
-        tokens,
-        prefix_token=scorer.prefix_token,
-        max_length=scorer.max_length,
-        batch_tokens=scorer.batch_tokens,
-        done=_counting(progress),
+
+def _winogrande(path: Path) -> list[Record]:
+    found = _json_lines(path, "sentence", "option1", "option2", "answer")
+    for number, record in enumerate(found, 1):
+        if "_" not in record["sentence"] or record["answer"] not in ("1", "2"):
+            raise ValueError(f"{path}, record {number}: expected a gap '_' in the sentence and an answer '1' or '2'")
+    return found
+
+
+def _arc(path: Path) -> list[Record]:
+    found = []
+    for number, record in enumerate(_json_lines(path, "question", "answerKey"), 1):
+        choices = record["question"]["choices"]
+        labels = [choice["label"] for choice in choices]
+        if record["answerKey"] not in labels:
+            raise ValueError(f"{path}, record {number}: answerKey {record['answerKey']!r} is not among {labels}")
+        found.append(
+            {
+                "id": record.get("id", str(number)),
+                "question": record["question"]["stem"],
+                "choices": {"text": [choice["text"] for choice in choices], "label": labels},
+                "answerKey": record["answerKey"],
+            }
+        )
+    return found
+
+
+def _boolq(path: Path) -> list[Record]:
+    found = []
+    for number, record in enumerate(_json_lines(path, "question", "passage", "label"), 1):
+        label = str(record["label"]).lower()  # the published file has the string "true", not JSON's true
+        if label not in ("true", "false"):
+            raise ValueError(f"{path}, record {number}: label must be true or false, got {record['label']!r}")
+        fields = {"question": record["question"], "passage": record["passage"]}
+        found.append({**fields, "idx": record.get("idx", number - 1), "label": int(label == "true")})
+    return found
+
+
+def _wikitext(path: Path) -> list[Record]:
+    """One record per article. An article starts at a line `` = Title = ``; more equals signs start a section."""
+    pages: list[str] = []
+    lines: list[str] = []
+    for line in read_text(path).split("\n"):
+        stripped = line.replace("= = =", "===").replace("= =", "==").strip()
+        if stripped.startswith("= ") and stripped.endswith(" ="):
+            pages.append("\n".join(lines))
+            lines = []
+        lines.append(line)
+    pages.append("\n".join(lines))
+    return [{"page": page} for page in pages if page.strip()]
+
+
+_HELLASWAG = _reader("ctx_a", "ctx_b", "activity_label", "endings", "label")
+_OPENBOOKQA = _reader("question_stem", "choices", "answerKey")
+_SCIQ = _reader("question", "distractor1", "distractor2", "distractor3", "correct_answer", "support")
+
+SOURCES = {
+    name: TaskSource(definition, tuple(files.split()), split, num_records, read)
+    for name, definition, files, split, num_records, read in (
+        ("wikitext", "wikitext/wikitext.yaml", "wikitext-2/wiki.test.raw", "test", 62, _wikitext),
+        ("lambada_openai", "lambada/lambada_openai.yaml", "lambada/lambada_test.jsonl", "test", 5153, _reader("text")),
+        ("piqa", "piqa/piqa.yaml", "eval/piqa_dev.jsonl eval/piqa_dev-labels.lst", "validation", 1838, _piqa),
+        ("hellaswag", "hellaswag/hellaswag.yaml", "eval/hellaswag_val.jsonl", "validation", 10042, _HELLASWAG),
+        ("winogrande", "winogrande/default.yaml", "eval/winogrande_xl_dev.jsonl", "validation", 1267, _winogrande),
+        ("arc_easy", "arc/arc_easy.yaml", "eval/ARC-Easy-Test.jsonl", "test", 2376, _arc),
+        ("arc_challenge", "arc/arc_challenge.yaml", "eval/ARC-Challenge-Test.jsonl", "test", 1172, _arc),
+        ("boolq", "super_glue/boolq/default.yaml", "eval/boolq_superglue_val.jsonl", "validation", 3270, _boolq),
+        ("openbookqa", "openbookqa/openbookqa.yaml", "eval/openbookqa_test.jsonl", "test", 500, _OPENBOOKQA),
+        ("sciq", "sciq/sciq.yaml", "eval/sciq_test.jsonl", "test", 1000, _SCIQ),
     )
-    words = [count_words(page) for page in pages]
-    num_bytes = sum(len(page.encode()) for page in pages)
-    total = math.fsum(found)
-    return PerplexityResult(
-        word_perplexity=_exp(-total / sum(words)),
-        byte_perplexity=_exp(-total / num_bytes),
-        bits_per_byte=-total / num_bytes / math.log(2),
-        log_probs=found,
-        words=words,
-    )
-
-
-def _exp(value: float) -> float:
-    """exp, infinite where it overflows."""
-    return math.exp(value) if value < 709 else math.inf
-
-
-def _some(records: Sequence[Record]) -> Sequence[Record]:
-    if not records:
-        raise ValueError("there is nothing to score: the list of records is empty")
-    return records
-
-
-def _counting(progress: Progress | None) -> Callable[[Sequence[object]], None] | None:
-    return None if progress is None else lambda finished: progress(len(finished))
+}
+PAPER_TASKS = tuple(SOURCES)

@@ -5,15 +5,15 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from efla.data.corpora import Corpus
 from efla.data.streams import consecutive_rows
-from efla.evaluation import ByteTokenizer, Scorer, bits_by_position, even_buckets, lambada, multiple_choice, wikitext
-from efla.evaluation.columns import ACCURACIES
-from efla.evaluation.local_data import records
+from efla.evaluation import ByteTokenizer, bits_by_position, even_buckets
+from efla.evaluation.items import metric_items
+from efla.evaluation.table import ACCURACIES
+from efla.evaluation.tasks import load_task
 from efla.experiments.experiment import Report
 from efla.experiments.lm.config import RAW_KEYS, RECURRENT, LmConfig
 from efla.experiments.lm.cost import Cost
@@ -23,6 +23,9 @@ from efla.runs.records import Record, dumps
 from efla.runs.rows import write_atomically
 from efla.train.engine import Engine
 from efla.train.validation import Validation, validate
+
+if TYPE_CHECKING:
+    from efla.evaluation.harness import HarnessModel
 
 CHOICE_TASKS = tuple(column.task for column in ACCURACIES if column.task != "lambada_openai")
 POSITIONS = 4
@@ -40,16 +43,16 @@ class Subject:
     corpus: Corpus
     config: LmConfig
 
-    @cached_property
-    def tokenizer(self) -> ByteTokenizer:
-        return ByteTokenizer()
+    def harness(self, max_length: int) -> HarnessModel:
+        from efla.evaluation.harness import HarnessModel
 
-    def scorer(self, max_length: int) -> Scorer:
-        return Scorer(self.model, self.tokenizer, max_length=max_length, batch_tokens=_BATCH_TOKENS)
+        return HarnessModel(self.model, ByteTokenizer(), max_length=max_length, batch_tokens=_BATCH_TOKENS)
 
-    def records(self, task: str, limit: int | None) -> list[Record]:
+    def task(self, name: str, limit: int | None) -> Any:
         assert self.config.folder is not None
-        return records(task, Path(self.config.folder), limit)
+        # The rows have acc_norm of all sets, also of those for which the harness reports acc only.
+        metrics = ("acc_norm",) if name in CHOICE_TASKS else ()
+        return load_task(name, Path(self.config.folder), limit, metrics=metrics)
 
 
 def measure(subject: Subject, scratch: Path | None, report: Report, cost: Cost) -> Record:
@@ -92,35 +95,42 @@ def _bits(found: Validation) -> Record:
 
 def _wikitext(subject: Subject) -> Record:
     """Word perplexity in disjoint windows of the training length, which is the longest that every arm was trained on."""
-    items = subject.records("wikitext", subject.config.wikitext_items)
-    found = wikitext(subject.scorer(subject.config.length), items)
+    from efla.evaluation.harness import wikitext_items
+
+    task = subject.task("wikitext", subject.config.wikitext_items)
+    items = wikitext_items(subject.harness(subject.config.length), task, carried=False)
     return {
-        "word_perplexity": found.word_perplexity,
-        "bits": found.bits_per_byte,
-        "words": sum(found.words),
-        "articles": len(found.words),
+        "word_perplexity": metric_items(items, "word_perplexity").exact_metric(),
+        "bits": metric_items(items, "bits_per_byte").exact_metric(),
+        "words": sum(item["words"] for item in items),
+        "articles": len(items),
     }
 
 
 def _lambada(subject: Subject) -> Record:
     """The last word of passages, of which the training length's last bytes are seen."""
-    items = subject.records("lambada_openai", subject.config.lambada_items)
-    found = lambada(subject.scorer(subject.config.length), items)
+    from efla.evaluation.harness import run_task
+
+    task = subject.task("lambada_openai", subject.config.lambada_items)
+    items = run_task(subject.harness(subject.config.length), "lambada_openai", task).items
     return {
-        "perplexity": found.perplexity,
-        "accuracy": found.accuracy,
-        "bits": found.bits_per_byte,
-        "passages": len(found.scores),
+        "perplexity": metric_items(items, "perplexity").exact_metric(),
+        "accuracy": metric_items(items, "acc").exact_metric(),
+        "bits": metric_items(items, "bits_per_byte").exact_metric(),
+        "passages": len(items),
     }
 
 
 def _choices(subject: Subject) -> Record:
     """The eight multiple-choice sets; by column, so that WinoGrande's acc and HellaSwag's acc_norm are as in the paper."""
-    scorer = subject.scorer(subject.config.choice_length)
+    from efla.evaluation.harness import run_task
+
+    model = subject.harness(subject.config.choice_length)
     found: Record = {}
-    for task in CHOICE_TASKS:
-        result = multiple_choice(scorer, task, subject.records(task, subject.config.choice_items))
-        found[task] = {"acc": result.acc, "acc_norm": result.acc_norm, "items": len(result.questions)}
+    for name in CHOICE_TASKS:
+        items = run_task(model, name, subject.task(name, subject.config.choice_items)).items
+        accuracies = {metric: metric_items(items, metric).exact_metric() for metric in ("acc", "acc_norm")}
+        found[name] = {**accuracies, "items": len(items)}
     return found
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from efla.evaluation import local_data
+from efla.evaluation.tasks import data_folder
 from efla.experiments.groups import part_of
 from efla.experiments.lm.config import Group, LmConfig, Profile, profile
 
@@ -42,7 +42,7 @@ class Lm:
 
     def config(self) -> LmConfig:
         """The resolved config."""
-        root = local_data.folder(self.data)
+        root = data_folder(self.data)
         corpus: str | None = self.corpus
         if root is None and corpus is None:
             if self.profile != "quick":

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from efla.data import corpora
-from efla.evaluation.local_data import SOURCES, find
+from efla.evaluation.tasks import SOURCES, find_file, require_lm_eval
 from efla.experiments.experiment import Cell, Experiment, Report
 from efla.experiments.lm.config import LmConfig
 from efla.experiments.lm.cost import Cost
@@ -48,9 +48,10 @@ class LanguageModels(Experiment[LmConfig]):
         corpora.load(self.config.corpus, self.config.folder)
         if self.config.downstream:
             assert self.config.folder is not None
+            require_lm_eval()
             for task, source in SOURCES.items():
                 for name in source.files:
-                    find(Path(self.config.folder), name, task)
+                    find_file(Path(self.config.folder), name, task)
 
     @property
     def gpus_per_cell(self) -> float:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from efla.evaluation.columns import COLUMNS, PRINTED_AVERAGES, mean_accuracy, paper_rows
+from efla.evaluation.table import COLUMNS, PRINTED_AVERAGES, mean_accuracy, paper_rows
 from efla.experiments.lm import claims as lm_claims
 from efla.experiments.lm import select
 from efla.experiments.lm.config import CONTROLS, PAIR

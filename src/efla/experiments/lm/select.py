@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from efla.evaluation.columns import COLUMNS
+from efla.evaluation.table import COLUMNS
 from efla.experiments.lm.config import ARM_ORDER, PEAK_RATE
 from efla.runs.records import Record, number
 from efla.runs.statistics import Spread, spread

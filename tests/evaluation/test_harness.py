@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import inspect
-import json
 import math
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,21 +13,11 @@ from typing import Any
 import pytest
 import torch
 
-from efla.evaluation import (
-    ByteTokenizer,
-    Request,
-    Scorer,
-    carried_log_likelihoods,
-    lambada,
-    local_data,
-    multiple_choice,
-    score,
-    wikitext,
-)
-from efla.evaluation.columns import PAPER_TASKS
-from efla.evaluation.likelihood import Score
+from efla.evaluation import ByteTokenizer, ContinuationScore, Request, carried_log_likelihoods, score, tasks
+from efla.evaluation.items import metric_items
 from efla.evaluation.perplexity import why_not_carried
-from efla.evaluation.responses import ResponseLog, remove_responses
+from efla.evaluation.responses import ResponseLog
+from efla.evaluation.tasks import PAPER_TASKS
 from tests.evaluation.models import FAMILIES, TEXT, UniformLM, data_folder, llama, trained
 from tests.evaluation.small_data import write_small_data
 
@@ -36,8 +25,7 @@ pytest.importorskip("lm_eval", reason="the extra 'eval' is not installed")
 
 from lm_eval.models.huggingface import HFLM
 
-from efla.evaluation import harness_tasks
-from efla.evaluation.harness_model import HarnessModel, sharing_agrees
+from efla.evaluation.harness import HarnessModel, run_task, sharing_agrees, wikitext_items
 
 MODELS = [*FAMILIES, "llama"]
 
@@ -52,12 +40,12 @@ def model_of(name: str, vocab_size: int = 256) -> Any:
     return copy.deepcopy(llama(vocab_size) if name == "llama" else trained(name)).double()
 
 
-def instances(data: Path, limit: int | None = None, tasks: tuple[str, ...] = PAPER_TASKS) -> dict[str, list[Any]]:
+def instances(data: Path, limit: int | None = None, names: tuple[str, ...] = PAPER_TASKS) -> dict[str, list[Any]]:
     """Requests of the tasks by kind."""
     found: dict[str, list[Any]] = {"loglikelihood": [], "loglikelihood_rolling": []}
-    with harness_tasks.quiet():
-        for name in tasks:
-            task = harness_tasks.load_task(name, data, limit)
+    with tasks.silence_lm_eval():
+        for name in names:
+            task = tasks.load_task(name, data, limit)
             task.build_all_requests(rank=0, world_size=1)
             for instance in task.instances:
                 found[instance.request_type].append(instance)
@@ -65,7 +53,7 @@ def instances(data: Path, limit: int | None = None, tasks: tuple[str, ...] = PAP
 
 
 def plain_harness(model: Any, tokenizer: Any, **options: Any) -> HFLM:
-    with harness_tasks.quiet():
+    with tasks.silence_lm_eval():
         return HFLM(pretrained=model, tokenizer=tokenizer, backend="causal", batch_size=4, max_length=256, **options)
 
 
@@ -92,7 +80,7 @@ def test_all_ten_tasks_score_as_the_plain_harness_does(name, small_data):
     ours = HarnessModel(model, ByteTokenizer(), max_length=256, batch_tokens=600)
     plain = plain_harness(model, ByteTokenizer())
     assert len(asked["loglikelihood"]) > 40
-    with harness_tasks.quiet():
+    with tasks.silence_lm_eval():
         expected = plain.loglikelihood(asked["loglikelihood"])
         # Bytes get no second bos before a text in windows.
         windows = plain_harness(model, ByteTokenizer(), add_bos_token=False)
@@ -111,7 +99,7 @@ def test_long_and_truncated_items_of_the_real_sets(name):
     model = model_of(name)
     ours = HarnessModel(model, ByteTokenizer(), max_length=256)
     assert max(len(request.args[0]) for request in asked) > 256
-    with harness_tasks.quiet():
+    with tasks.silence_lm_eval():
         expected = plain_harness(model, ByteTokenizer()).loglikelihood(asked)
     found = ours.loglikelihood(asked)
     assert [value for value, _ in found] == pytest.approx([value for value, _ in expected], abs=1e-4)
@@ -127,7 +115,7 @@ def test_a_foreign_recurrent_model_is_scored_or_left_out_but_never_wrongly(small
     model = Mamba2ForCausalLM(config).eval()
     asked = instances(small_data, None, ("piqa", "winogrande"))["loglikelihood"]
     ours = HarnessModel(model, ByteTokenizer(), max_length=256)
-    with harness_tasks.quiet():
+    with tasks.silence_lm_eval():
         expected = plain_harness(model, ByteTokenizer()).loglikelihood(asked)
     found = ours.loglikelihood(asked)
     assert [value for value, _ in found] == pytest.approx([value for value, _ in expected], abs=1e-4)
@@ -146,7 +134,7 @@ def test_an_ordinary_tokenizer_scores_as_the_plain_harness_does(small_data):
     model = llama(len(tokenizer))
     asked = instances(small_data)
     ours = HarnessModel(model, tokenizer, max_length=64)
-    with harness_tasks.quiet():
+    with tasks.silence_lm_eval():
         plain = HFLM(pretrained=model, tokenizer=tokenizer, backend="causal", batch_size=4, max_length=64)
         expected = plain.loglikelihood(asked["loglikelihood"])
         rolling = plain.loglikelihood_rolling(asked["loglikelihood_rolling"])
@@ -159,52 +147,51 @@ def test_the_plain_path_is_the_harness_itself(small_data):
     model = trained("efla")
     asked = instances(small_data)
     ours = HarnessModel(model, ByteTokenizer(), max_length=256, share=False, batch_size=4)
-    with harness_tasks.quiet():
+    with tasks.silence_lm_eval():
         expected = plain_harness(model, ByteTokenizer()).loglikelihood(asked["loglikelihood"])
         assert ours.loglikelihood(asked["loglikelihood"]) == expected
 
 
 @pytest.mark.parametrize("name", ["efla", "llama"])
-def test_our_scorers_give_the_numbers_of_the_harness(name, small_data):
-    """Without lm-evaluation-harness: the same metrics from the same prompts."""
+def test_metrics_are_those_of_the_plain_harness(name, small_data):
+    """Of every task, from the harness's own class for transformers models."""
     from lm_eval.evaluator import evaluate
 
     model = model_of(name)
-    scorer = Scorer(model, ByteTokenizer(), max_length=256)
-    harness = HarnessModel(model, ByteTokenizer(), max_length=256, share=False)
+    ours = HarnessModel(model, ByteTokenizer(), max_length=256)
     for task in PAPER_TASKS:
-        with harness_tasks.quiet():
-            loaded = {"tasks": {task: harness_tasks.load_task(task, small_data)}, "groups": {}}
-            theirs = evaluate(harness, loaded, bootstrap_iters=0, log_samples=False)["results"][task]
-        records = local_data.records(task, small_data)
+        loaded = tasks.load_task(task, small_data)
+        # Bytes get no second bos before a text in windows.
+        plain = plain_harness(model, ByteTokenizer(), **({"add_bos_token": False} if task == "wikitext" else {}))
+        with tasks.silence_lm_eval():
+            results = evaluate(plain, {"tasks": {task: loaded}, "groups": {}}, bootstrap_iters=0, log_samples=False)
+        theirs = {key.removesuffix(",none"): value for key, value in results["results"][task].items() if "," in key}
+        found = run_task(ours, task, tasks.load_task(task, small_data))
+        checked = [metric for metric in theirs if not metric.endswith("_stderr")]
+        assert checked
+        for metric in checked:
+            assert found.metrics[metric] == pytest.approx(theirs[metric], rel=1e-4), (task, metric)
+            assert metric_items(found.items, metric).exact_metric() == pytest.approx(theirs[metric], rel=1e-4)
         if task == "wikitext":
-            found = wikitext(scorer, records)
-            ours = {"word_perplexity": found.word_perplexity, "bits_per_byte": found.bits_per_byte}
-        elif task == "lambada_openai":
-            passages = lambada(scorer, records)
-            ours = {"perplexity": passages.perplexity, "acc": passages.accuracy}
-        else:
-            chosen = multiple_choice(scorer, task, records)
-            ours = {"acc": chosen.acc} | ({"acc_norm": chosen.acc_norm} if "acc_norm,none" in theirs else {})
-        for metric, value in ours.items():
-            assert value == pytest.approx(theirs[f"{metric},none"], rel=1e-4), (task, metric)
+            windows = wikitext_items(ours, loaded, carried=False)
+            assert [item["log_prob"] for item in windows] == pytest.approx([item["log_prob"] for item in found.items])
+            assert [item["words"] for item in windows] == [item["words"] for item in found.items]
 
 
 def test_the_uniform_model_gives_the_closed_forms_through_the_harness(small_data):
     from lm_eval.evaluator import evaluate
 
     model = HarnessModel(UniformLM(), ByteTokenizer(), max_length=4096)
-    with harness_tasks.quiet():
-        tasks = {t: harness_tasks.load_task(t, small_data) for t in ("lambada_openai", "wikitext", "piqa", "sciq")}
-        found = evaluate(model, {"tasks": tasks, "groups": {}}, bootstrap_iters=0, log_samples=False)["results"]
+    with tasks.silence_lm_eval():
+        loaded = {t: tasks.load_task(t, small_data) for t in ("lambada_openai", "wikitext", "piqa", "sciq")}
+        found = evaluate(model, {"tasks": loaded, "groups": {}}, bootstrap_iters=0, log_samples=False)["results"]
     words = [" café", " house."]
     mean_bytes = sum(len(word.encode()) for word in words) / 2
     assert found["lambada_openai"]["perplexity,none"] == pytest.approx(math.exp(mean_bytes * math.log(256)), rel=1e-5)
     assert found["lambada_openai"]["acc,none"] == 0
-    pages = local_data.records("wikitext", small_data)
-    from efla.evaluation.prompts import wikitext_text
-
-    scored = sum(len(wikitext_text(r["page"]).encode()) for r in pages)
+    pages = tasks.local_records("wikitext", small_data)
+    read = tasks.definition("wikitext")["doc_to_target"]
+    scored = sum(len(read(r).encode()) for r in pages)
     held = sum(len(r["page"].encode()) for r in pages)
     assert found["wikitext"]["bits_per_byte,none"] == pytest.approx(8 * scored / held, rel=1e-6)
     # The shortest choice wins under acc: "put it in the sun" (0 is right), "Turn the lid." (1 is right).
@@ -242,7 +229,7 @@ def test_an_interrupted_evaluation_asks_only_what_is_missing(share, small_data, 
     harness = HarnessModel(model, ByteTokenizer(), progress=first, **options)
     harness._hook.flush_at = 8
     harness.log = ResponseLog(path, {"model": "m"})
-    with pytest.raises(Interrupted), harness_tasks.quiet():
+    with pytest.raises(Interrupted), tasks.silence_lm_eval():
         harness.loglikelihood(asked)
     kept = len(ResponseLog(path, {"model": "m"}))
     assert 20 < kept < len(asked)
@@ -256,7 +243,7 @@ def test_an_interrupted_evaluation_asks_only_what_is_missing(share, small_data, 
     read: list[int] = []
     handle = model.model.embed_tokens.register_forward_pre_hook(lambda _, args: read.append(args[0].numel()))
     try:
-        with harness_tasks.quiet():
+        with tasks.silence_lm_eval():
             found = harness.loglikelihood(asked)
             tokens_read, read[:] = sum(read), []
             again = harness.loglikelihood(asked)
@@ -285,10 +272,10 @@ def test_a_model_that_cannot_fork_is_scored_the_plain_way(small_data):
     model.forward = wrong
     asked = instances(small_data)["loglikelihood"]
     harness = HarnessModel(model, ByteTokenizer(), max_length=256)
-    with pytest.warns(UserWarning, match="cannot continue from a shared prefill"), harness_tasks.quiet():
+    with pytest.warns(UserWarning, match="cannot continue from a shared prefill"), tasks.silence_lm_eval():
         found = harness.loglikelihood(asked)
     assert not harness.share
-    with harness_tasks.quiet():
+    with tasks.silence_lm_eval():
         expected = plain_harness(llama(), ByteTokenizer()).loglikelihood(asked)
     assert [value for value, _ in found] == pytest.approx([value for value, _ in expected], abs=1e-4)
     assert sharing_agrees(llama(), [])
@@ -311,7 +298,7 @@ def test_sharing_is_tried_on_three_questions_that_have_something_to_share(monkey
         tried.append([request.group for request in requests])
         return true_score(model, requests, **options)
 
-    monkeypatch.setattr("efla.evaluation.harness_model.score", recorded)
+    monkeypatch.setattr("efla.evaluation.harness.score", recorded)
     text = TEXT.encode()
 
     def question(group: int, shared: int, choices: int) -> list[Request]:
@@ -331,9 +318,9 @@ def test_sharing_may_differ_by_what_rounding_does(gap, dtype, agrees, monkeypatc
     """A thousandth of a nat in float32, one in bfloat16."""
 
     def shifted(model: Any, requests: Any, share: bool = True, **options: Any) -> Any:
-        return [Score(-10.0 + gap * share, True) for _ in requests]
+        return [ContinuationScore(-10.0 + gap * share, True) for _ in requests]
 
-    monkeypatch.setattr("efla.evaluation.harness_model.score", shifted)
+    monkeypatch.setattr("efla.evaluation.harness.score", shifted)
     asked = [Request([*range(1, 12), 20 + i], 1, 0) for i in range(2)]
     model = SimpleNamespace(dtype=dtype)
     message = f"^SimpleNamespace cannot .*scores differ by {gap:.2g} nats"
@@ -361,40 +348,8 @@ def test_texts_in_windows_are_kept_when_their_last_window_is_done(share, small_d
     asked = instances(small_data, None, ("wikitext",))["loglikelihood_rolling"]
     harness = HarnessModel(trained("efla"), ByteTokenizer(), max_length=30, share=share, progress=Progress())
     harness.log = ResponseLog(tmp_path / "log.jsonl", {"model": "m"})
-    with harness_tasks.quiet():
+    with tasks.silence_lm_eval():
         found = harness.loglikelihood_rolling(asked)
     assert sum(counts) == 0 and counts[0] == -len(asked) == -2
     kept = ResponseLog(tmp_path / "log.jsonl", {"model": "m"})
     assert [kept.get("loglikelihood_rolling", request.args) for request in asked] == pytest.approx(found)
-
-
-def test_a_log_of_answers_survives_a_cut_at_any_place(tmp_path):
-    path = tmp_path / "a" / "log.jsonl"
-    log = ResponseLog(path, {"model": "m"})
-    log.add([("kind", ("x", 1), [-1.5, True]), ("kind", ("y",), 2.0)])
-    log.add([("other", ("x", 1), 0.1 + 0.2)])
-    whole = path.read_bytes()
-    assert json.loads(whole.splitlines()[0]) == {"responses_of": {"model": "m"}}
-    ends = [i for i, byte in enumerate(whole) if byte == ord("\n")]
-    for cut in sorted({0, 1, *(end + step for end in ends for step in (-3, 0, 1))}):
-        path.write_bytes(whole[:cut])
-        read = ResponseLog(path, {"model": "m"})
-        lines = max(0, whole[:cut].count(b"\n") - 1)
-        assert len(read) == lines
-        assert path.read_bytes() == b"".join(whole.splitlines(keepends=True)[: 1 + lines])
-    assert (read.get("kind", ("x", 1)), read.get("kind", ("y",)), read.get("other", ("x", 1))) == (
-        [-1.5, True],
-        2.0,
-        0.1 + 0.2,
-    )
-    assert read.get("kind", ("z",)) is None
-    path.write_bytes(whole.replace(b"[", b"{", 2))  # a damaged line in the middle is dropped, the rest stays
-    assert len(ResponseLog(path, {"model": "m"})) == 2
-    assert path.read_bytes() == b"".join(whole.splitlines(keepends=True)[i] for i in (0, 2, 3))
-    other = path.with_name("other")
-    other.write_text("")
-    remove_responses(path)
-    remove_responses(path)
-    assert list(path.parent.iterdir()) == [other]
-    remove_responses(other)
-    assert not path.parent.exists()

@@ -1,31 +1,41 @@
-"""A model as lm-evaluation-harness sees it: its own class for transformers models, with shared prefills and resumption.
+"""A model in lm-evaluation-harness: ``HFLM`` with shared prefills, resumption and progress, and running a task on it.
 
-Only imported with the extra ``eval`` installed.
+Importing this module needs the extra ``eval``.
 """
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
+from lm_eval.evaluator import evaluate
 from lm_eval.models.huggingface import HFLM
 
-from efla.evaluation.likelihood import Request, Score, score, shared_length
-from efla.evaluation.perplexity import rolling_windows
-from efla.evaluation.progress import Progress
+from efla.evaluation.likelihood import ContinuationScore, Request, score, shared_length
+from efla.evaluation.perplexity import carried_log_likelihoods, rolling_log_likelihoods, rolling_windows
 from efla.evaluation.responses import ResponseLog
+from efla.evaluation.tasks import silence_lm_eval
 from efla.models.tokenizer import ByteTokenizer
+from efla.runs.records import Record
 
 _AGREEMENT = 1e-3
-"""Nats by which the two ways may differ on the first question before a foreign model is scored the plain way."""
+"""Largest difference in nats between shared and plain scores for which sharing is trusted."""
+
+
+class Counter(Protocol):
+    """Receives the number of requests, then counts of answered ones."""
+
+    def begin(self, total: int) -> None: ...
+
+    def advance(self, count: int) -> None: ...
 
 
 class HarnessModel(HFLM):  # type: ignore[misc]
-    """``HFLM`` around a model and tokenizer that are already loaded.
+    """``HFLM`` around a loaded model and tokenizer.
 
-    share: score the choices of a question from one pass over what they share; else HFLM's own plain path.
-    log: where answers are kept and taken from. progress: told how many requests there are and as they are answered.
+    share: score the choices of a question from one pass over their common prefix; otherwise use HFLM's own path.
+    log: answers are read from it and appended to it. progress: counts requests as they are answered.
     """
 
     def __init__(
@@ -37,11 +47,9 @@ class HarnessModel(HFLM):  # type: ignore[misc]
         share: bool = True,
         batch_tokens: int = 4096,
         batch_size: int = 16,
-        progress: Progress | None = None,
+        progress: Counter | None = None,
     ) -> None:
-        from efla.evaluation.harness_tasks import quiet
-
-        with quiet():
+        with silence_lm_eval():
             super().__init__(
                 pretrained=model,
                 tokenizer=tokenizer,
@@ -57,12 +65,12 @@ class HarnessModel(HFLM):  # type: ignore[misc]
         self.is_checked = getattr(model.config, "model_type", "") == "efla"
         self._groups: list[Any] = []
         self._is_rolling = False
-        self._hook = _Hook(self)
-        self.set_cache_hook(self._hook)  # HFLM's plain path tells it each answer
+        self._hook = _AnswerHook(self)
+        self.set_cache_hook(self._hook)  # HFLM's own path reports each answer to it
 
     def loglikelihood(self, requests: list[Any], disable_tqdm: bool = True) -> list[tuple[float, bool]]:
         def ask(missing: list[Any]) -> list[Any]:
-            # The requests of one item of a task are its choices.
+            # The requests of one item are its choices.
             self._groups = [(request.task_name, request.doc_id) for request in missing]
             return list(super(HarnessModel, self).loglikelihood(missing, disable_tqdm=True))
 
@@ -71,19 +79,19 @@ class HarnessModel(HFLM):  # type: ignore[misc]
     def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = True) -> list[float]:
         self._is_rolling = True
         try:
-            ask = self._roll if self.share else super().loglikelihood_rolling
+            ask = self._score_windows if self.share else super().loglikelihood_rolling
             return [float(value) for value in self._resumed("loglikelihood_rolling", requests, ask)]
         finally:
             self._is_rolling = False
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
-        # A text in windows starts after the prefix token; bytes get no second bos, which would be scored as a token.
+        # Windows start after the prefix token. A byte text gets no second bos, which would be scored as a token.
         if self._is_rolling and isinstance(self.tokenizer, ByteTokenizer):
             add_special_tokens = False
         return list(super().tok_encode(string, add_special_tokens=add_special_tokens, **kwargs))
 
-    def get_model_info(self) -> dict[str, Any]:
-        """What the harness writes beside results, without asking the hub."""
+    def get_model_info(self) -> Record:
+        """Facts for the harness's results; HFLM's version asks the hub."""
         return {
             "model_num_parameters": sum(p.numel() for p in self.model.parameters()),
             "model_dtype": str(self.model.dtype),
@@ -104,14 +112,14 @@ class HarnessModel(HFLM):  # type: ignore[misc]
             if not self.share:
                 return list(super()._loglikelihood_tokens(requests, disable_tqdm=True))
 
-        def done(finished: list[tuple[int, Score]]) -> None:
-            self.tell([("loglikelihood", requests[i][0], [value.log_prob, value.is_greedy]) for i, value in finished])
+        def done(finished: list[tuple[int, ContinuationScore]]) -> None:
+            self.record([("loglikelihood", requests[i][0], [value.log_prob, value.is_greedy]) for i, value in finished])
 
         found = score(self.model, asked, batch_tokens=self.batch_tokens, done=done)
         return [(value.log_prob, value.is_greedy) for value in found]
 
-    def _roll(self, requests: list[Any], disable_tqdm: bool = True) -> list[float]:
-        """Texts in windows, all windows of all texts batched by length; a text is kept when its last window is done."""
+    def _score_windows(self, requests: list[Any], disable_tqdm: bool = True) -> list[float]:
+        """Log-likelihoods of texts, all their windows batched by length; a text is recorded after its last window."""
         windows: list[tuple[int, Request]] = []
         for i, request in enumerate(requests):
             tokens = self.tok_encode(request.args[0])
@@ -124,7 +132,7 @@ class HarnessModel(HFLM):  # type: ignore[misc]
         def total(i: int) -> float:
             return sum(parts[i][k] for k in sorted(parts[i]))
 
-        def done(finished: list[tuple[int, Score]]) -> None:
+        def done(finished: list[tuple[int, ContinuationScore]]) -> None:
             complete = []
             for k, value in finished:
                 i = windows[k][0]
@@ -133,13 +141,13 @@ class HarnessModel(HFLM):  # type: ignore[misc]
                 if left[i] == 0:
                     complete.append(("loglikelihood_rolling", requests[i].args, total(i)))
             if complete:
-                self.tell(complete)
+                self.record(complete)
 
         score(self.model, [window for _, window in windows], batch_tokens=self.batch_tokens, done=done)
         return [total(i) for i in range(len(requests))]
 
     def _resumed(self, kind: str, requests: list[Any], ask: Callable[[list[Any]], list[Any]]) -> list[Any]:
-        """Answers from the log where it has them, the others asked."""
+        """Answers from the log, and from ``ask`` for requests it does not have."""
         known = [None if self.log is None else self.log.get(kind, request.args) for request in requests]
         missing = [request for request, answer in zip(requests, known, strict=True) if answer is None]
         if self.progress is not None:
@@ -149,16 +157,16 @@ class HarnessModel(HFLM):  # type: ignore[misc]
         self._hook.flush()
         return [next(asked) if answer is None else answer for answer in known]
 
-    def tell(self, answers: Sequence[tuple[str, Sequence[Any], Any]]) -> None:
-        """Note answers as they come."""
+    def record(self, answers: Sequence[tuple[str, Sequence[Any], Any]]) -> None:
+        """Log and count answers: (kind, arguments, answer) each."""
         if self.log is not None:
             self.log.add(answers)
         if self.progress is not None:
             self.progress.advance(len(answers))
 
 
-class _Hook:
-    """What the harness calls with each answer of its plain path; kept some dozens at a time."""
+class _AnswerHook:
+    """Receives each answer of HFLM's own path; records them in batches."""
 
     def __init__(self, model: HarnessModel) -> None:
         self.model = model
@@ -173,13 +181,13 @@ class _Hook:
     def flush(self) -> None:
         waiting, self.waiting = self.waiting, []
         if waiting:
-            self.model.tell(waiting)
+            self.model.record(waiting)
 
 
 def sharing_agrees(model: Any, requests: Sequence[Request]) -> bool:
-    """Whether a shared prefill gives the plain scores, tried on the first questions that have one.
+    """Whether a shared prefill gives the plain scores on the first questions that have one.
 
-    Some architectures cannot continue several sequences from a padded prefill; those are scored the plain way.
+    Some architectures cannot continue several sequences from a padded prefill.
     """
     groups: dict[Any, list[Request]] = {}
     for request in requests:
@@ -193,7 +201,8 @@ def sharing_agrees(model: Any, requests: Sequence[Request]) -> bool:
     else:
         plain = score(model, sample, share=False)
         gap = max((abs(a.log_prob - b.log_prob) for a, b in zip(shared, plain, strict=True)), default=0.0)
-        if gap <= _AGREEMENT * max(1.0, _spread(model)):
+        # Half precision is about 1,000 times coarser than float32 for a log-likelihood of some tens of nats.
+        if gap <= _AGREEMENT * (1.0 if model.dtype.itemsize >= 4 else 1000.0):
             return True
         reason = f"scores differ by {gap:.2g} nats"
     warnings.warn(
@@ -203,6 +212,72 @@ def sharing_agrees(model: Any, requests: Sequence[Request]) -> bool:
     return False
 
 
-def _spread(model: Any) -> float:
-    """How much coarser than float32 the model's numbers are, in a log-likelihood of some tens of nats."""
-    return 1.0 if model.dtype.itemsize >= 4 else 1000.0
+class TaskRun(NamedTuple):
+    """A task's results as the harness returns them, its log of every sample, and the items reduced from the log."""
+
+    results: Record
+    samples: list[Record]
+    items: list[Record]
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """The harness's metrics by name."""
+        (found,) = self.results["results"].values()
+        return {key.split(",")[0]: value for key, value in found.items() if isinstance(value, (int, float))}
+
+
+def run_task(model: HarnessModel, name: str, task: Any, limit: int | None = None) -> TaskRun:
+    """Run one loaded task through lm-evaluation-harness."""
+    tasks = {"tasks": {name: task}, "groups": {}}
+    with silence_lm_eval():
+        results = evaluate(model, tasks, limit=limit, bootstrap_iters=0, log_samples=True)
+    samples = results.pop("samples")[name]
+    return TaskRun(results, samples, item_records(name, samples))
+
+
+def item_records(task: str, samples: Sequence[Record]) -> list[Record]:
+    """Number, hash, log-likelihoods and metrics of each item, in the order of the data set."""
+    found = []
+    for sample in sorted(samples, key=lambda sample: sample["doc_id"]):
+        record: Record = {"doc_id": sample["doc_id"], "doc_hash": sample.get("doc_hash", "")[:16]}
+        answers = sample["filtered_resps"]
+        if task == "wikitext":
+            log_prob, words = sample["word_perplexity"]
+            record |= {"log_prob": log_prob, "words": words, "bytes": sample["bits_per_byte"][1]}
+        elif task == "lambada_openai":
+            log_prob, is_greedy = answers[0]
+            word = sample["arguments"][0][1]
+            record |= {"log_prob": log_prob, "acc": float(is_greedy), "bytes": len(str(word).encode())}
+        else:
+            if all(isinstance(answer, (list, tuple)) for answer in answers):
+                record["log_probs"] = [float(answer[0]) for answer in answers]
+            record |= {m: float(sample[m]) for m in sample["metrics"] if isinstance(sample[m], (int, float, bool))}
+        found.append(record)
+    return found
+
+
+def wikitext_items(model: HarnessModel, task: Any, limit: int | None = None, *, carried: bool) -> list[Record]:
+    """Items of WikiText's articles, scored in windows of the model's length or with the state carried through each.
+
+    Texts, words and bytes are the harness's. With ``carried`` every token sees all of its article; recurrent models only.
+    """
+    pages = list(task.eval_docs)[:limit]
+    texts = [model.tokenizer.encode(task.doc_to_target(page), add_special_tokens=False) for page in pages]
+    if model.prefix_token_id is None:
+        raise ValueError("the tokenizer has neither bos nor eos; a text without context cannot be scored")
+    progress = model.progress if carried else None
+    if progress is not None:
+        progress.begin(len(pages))
+    log_probs = (carried_log_likelihoods if carried else rolling_log_likelihoods)(
+        model.model,
+        texts,
+        prefix_token=model.prefix_token_id,
+        max_length=model.max_length,
+        batch_tokens=model.batch_tokens,
+        done=None if progress is None else lambda finished: progress.advance(len(finished)),
+    )
+    counts = [task.process_results(page, [value]) for page, value in zip(pages, log_probs, strict=True)]
+    return [
+        {"doc_id": i, "log_prob": value, "words": found["word_perplexity"][1], "bytes": found["bits_per_byte"][1]}
+        for i, (value, found) in enumerate(zip(log_probs, counts, strict=True))
+    ]

@@ -1,23 +1,22 @@
-"""The harness's tasks on local files: request by request what it builds from the hub's format, and what our prompts are."""
+"""The harness's tasks on local files: request by request what the harness itself builds from the hub's format."""
 
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from efla.evaluation import local_data
-from efla.evaluation.columns import PAPER_TASKS
-from efla.evaluation.prompts import QUESTIONS, count_words, lambada_pair, question, wikitext_text
+from efla.evaluation import tasks
+from efla.evaluation.table import COLUMNS
+from efla.evaluation.tasks import PAPER_TASKS
 from tests.evaluation.models import data_folder
 from tests.evaluation.small_data import HUB, write_small_data
 
 pytest.importorskip("lm_eval", reason="the extra 'eval' is not installed")
 datasets = pytest.importorskip("datasets")
-
-from efla.evaluation import harness_tasks  # noqa: E402
 
 
 def hub_task(name: str, records: list[dict[str, Any]], folder: Path) -> Any:
@@ -29,10 +28,10 @@ def hub_task(name: str, records: list[dict[str, Any]], folder: Path) -> Any:
         table = table.cast_column("label", datasets.ClassLabel(names=["False", "True"]))
     if name == "piqa":
         table = table.cast_column("label", datasets.ClassLabel(names=["0", "1"]))
-    split = local_data.SOURCES[name].split
+    split = tasks.SOURCES[name].split
     file = folder / f"{name}.parquet"
     table.to_parquet(str(file))
-    config = harness_tasks.definition(name)
+    config = tasks.definition(name)
     # The hub's files, on this disk; every other line of the definition stays.
     config |= {
         "dataset_path": "parquet",
@@ -40,58 +39,42 @@ def hub_task(name: str, records: list[dict[str, Any]], folder: Path) -> Any:
         "dataset_kwargs": {"data_files": {split: str(file)}, "cache_dir": str(folder / "cache")},
     }
     config |= {"training_split": None} | ({"validation_split": None} if split == "test" else {})
-    with harness_tasks.quiet():
+    with tasks.silence_lm_eval():
         task = ConfigurableTask(config=config)
         task.set_config(key="num_fewshot", value=0)
     return task
 
 
 def requests_of(task: Any) -> list[tuple[Any, ...]]:
-    with harness_tasks.quiet():
+    """Requests with the right answer, which WinoGrande's definition keeps in doc_to_text."""
+    with tasks.silence_lm_eval():
         task.build_all_requests(rank=0, world_size=1)
         docs = task.eval_docs
-    targets = [task.doc_to_target(doc) for doc in docs]
+    targets = [(task.doc_to_target(doc), task.doc_to_text(doc)) for doc in docs]
     return [
         (r.request_type, r.doc_id, r.idx, r.args, targets[r.doc_id])
         for r in sorted(task.instances, key=lambda r: (r.doc_id, r.idx))
     ]
 
 
-def our_requests(name: str, records: list[dict[str, Any]]) -> list[tuple[int, int, tuple[str, ...]]]:
-    if name == "wikitext":
-        return [(i, 0, (wikitext_text(r["page"]),)) for i, r in enumerate(records)]
-    if name == "lambada_openai":
-        return [(i, 0, lambada_pair(r)) for i, r in enumerate(records)]
-    return [(i, j, pair) for i, r in enumerate(records) for j, pair in enumerate(question(name, r).pairs)]
-
-
 def check_task(name: str, data: Path, hub_records: list[dict[str, Any]], folder: Path, limit: int | None = None) -> int:
-    local = requests_of(harness_tasks.load_task(name, data, limit))
+    local = requests_of(tasks.load_task(name, data, limit))
     assert local == requests_of(hub_task(name, hub_records, folder))
-    ours = our_requests(name, local_data.records(name, data, limit))
-    assert [(doc, index, args) for _, doc, index, args, _ in local] == ours
-    if name in QUESTIONS:
-        answers = [question(name, r).answer for r in local_data.records(name, data, limit)]
-        if name == "winogrande":  # there the harness keeps the answer in doc_to_text
-            task = harness_tasks.load_task(name, data, limit)
-            assert [task.doc_to_text(doc) for doc in task.eval_docs] == answers
-        else:
-            assert [int(target) for _, _, index, _, target in local if index == 0] == answers
     return len(local)
 
 
 @pytest.mark.parametrize("name", PAPER_TASKS)
 def test_requests_from_local_files_are_those_from_the_hub_format(name, tmp_path):
     data = write_small_data(tmp_path / "data")
-    records = local_data.records(name, data)
+    records = tasks.local_records(name, data)
     assert [{key: record[key] for key in HUB[name][i]} for i, record in enumerate(records)] == HUB[name]
     assert check_task(name, data, HUB[name], tmp_path) >= 2
 
 
 def hub_format(name: str, data: Path, limit: int | None) -> list[dict[str, Any]]:
     """The real records in the hub's format, converted here on our own from the published files."""
-    source = [data / file for file in local_data.SOURCES[name].files]
-    text = local_data.read_text(local_data.find(data, local_data.SOURCES[name].files[0], name))
+    source = [data / file for file in tasks.SOURCES[name].files]
+    text = tasks.read_text(tasks.find_file(data, tasks.SOURCES[name].files[0], name))
     if name == "wikitext":
         pages, lines = [], []
         for line in text.split("\n"):
@@ -130,26 +113,37 @@ def test_requests_of_the_real_sets(name, tmp_path):
 def test_every_request_of_the_real_sets(name, tmp_path):
     data = data_folder()
     check_task(name, data, hub_format(name, data, None), tmp_path)
-    assert len(local_data.records(name, data)) == local_data.SOURCES[name].num_records
+    assert len(tasks.local_records(name, data)) == tasks.SOURCES[name].num_records
 
 
 def test_words_are_counted_as_the_harness_counts_them():
-    process = harness_tasks.definition("wikitext")["process_results"]
+    process = tasks.definition("wikitext")["process_results"]
     for record in HUB["wikitext"]:
         found = process(record, (-1.0,))
-        assert found["word_perplexity"] == (-1.0, count_words(record["page"]))
+        pieces = re.split(r"\s+", record["page"])  # with the empty ones before the first space and after the last
+        assert found["word_perplexity"] == (-1.0, len(pieces)) and pieces[0] == ""
         assert found["bits_per_byte"] == (-1.0, len(record["page"].encode()))
 
 
+def test_an_article_is_read_as_running_text():
+    read = tasks.definition("wikitext")["doc_to_target"]
+    assert [read(record) for record in HUB["wikitext"]] == [
+        " = First page =\n\nA line with words, and a hyphen-ated one (in brackets).\n\n== Section ==\n\n"
+        'He said "yes" at 1,000°C.\n',
+        " = Second page =\n\nThe players' game was lost 3.5 to 2; it's over.\n=== Deep ===\n",
+    ]
+
+
 def test_paper_stands_for_the_ten_tasks():
-    assert harness_tasks.expand(["paper"]) == list(PAPER_TASKS)
+    assert tasks.expand(["paper"]) == list(PAPER_TASKS)
     assert len(PAPER_TASKS) == 10
-    assert harness_tasks.expand(["sciq", "paper", "sciq"])[0] == "sciq"
+    assert list(PAPER_TASKS) == list(dict.fromkeys(column.task for column in COLUMNS))
+    assert tasks.expand(["sciq", "paper", "sciq"])[0] == "sciq"
     with pytest.raises(ValueError, match="at least one task"):
-        harness_tasks.expand([])
+        tasks.expand([])
 
 
-def test_without_a_folder_a_task_is_built_from_the_hub(monkeypatch):
+def test_without_a_folder_a_task_is_built_from_the_hub(monkeypatch, tmp_path):
     asked = []
 
     def hub(*args: Any, **options: Any) -> Any:
@@ -158,8 +152,12 @@ def test_without_a_folder_a_task_is_built_from_the_hub(monkeypatch):
         return datasets.DatasetDict({"train": table, "validation": table})
 
     monkeypatch.setattr(datasets, "load_dataset", hub)
-    found = requests_of(harness_tasks.load_task("piqa", None))
-    assert [(doc, index, args) for _, doc, index, args, _ in found] == our_requests("piqa", HUB["piqa"])
+    found = requests_of(tasks.load_task("piqa", None))
+    assert found == requests_of(tasks.load_task("piqa", write_small_data(tmp_path)))
+    assert [args for _, _, _, args, _ in found[:2]] == [
+        ("Question: To boil an egg\nAnswer:", " put it in hot water"),
+        ("Question: To boil an egg\nAnswer:", " put it in the sun"),
+    ]
     assert "piqa" in str(asked[0])
 
 
@@ -172,7 +170,7 @@ def test_an_unknown_task_is_named_with_the_known_ones(monkeypatch):
 
     monkeypatch.setattr(lm_eval.tasks, "TaskManager", Manager)
     with pytest.raises(ValueError, match="unknown task 'helaswag'; did you mean 'hellaswag'"):
-        harness_tasks.load_task("helaswag", None)
+        tasks.load_task("helaswag", None)
 
 
 def test_a_task_of_the_harness_is_loaded_by_name_and_a_group_is_not(monkeypatch):
@@ -201,16 +199,16 @@ def test_a_task_of_the_harness_is_loaded_by_name_and_a_group_is_not(monkeypatch)
             return {"tasks": known[name]}
 
     monkeypatch.setattr(lm_eval.tasks, "TaskManager", Manager)
-    task = harness_tasks.load_task("gsm8k", None)
+    task = tasks.load_task("gsm8k", None)
     assert task is known["gsm8k"]["gsm8k"]
     assert (task.shots, task.seed) == (0, 1234)
-    assert harness_tasks.load_task("five", None).shots == 5, "a task's own number of examples stays"
+    assert tasks.load_task("five", None).shots == 5, "a task's own number of examples stays"
     with pytest.raises(ValueError, match="'mmlu' is a group of 2 tasks; name them one by one: a, b"):
-        harness_tasks.load_task("mmlu", None)
+        tasks.load_task("mmlu", None)
     with pytest.raises(
         RuntimeError, match=r"task 'broken' could not be loaded from .* hub: KeyError: 'broken'; it has no"
     ):
-        harness_tasks.load_task("broken", None)
+        tasks.load_task("broken", None)
 
 
 def test_the_harness_is_quiet_only_inside():
@@ -221,7 +219,7 @@ def test_the_harness_is_quiet_only_inside():
     logger, bar = logging.getLogger("lm-eval"), lm_eval.api.task.tqdm
     level = logger.level
     datasets.enable_progress_bars()
-    with harness_tasks.quiet():
+    with tasks.silence_lm_eval():
         assert logger.level == logging.ERROR
         assert list(lm_eval.api.task.tqdm([1, 2])) == [1, 2]
         assert lm_eval.api.task.tqdm([1]).disable
@@ -229,7 +227,7 @@ def test_the_harness_is_quiet_only_inside():
     assert (logger.level, lm_eval.api.task.tqdm) == (level, bar)
     assert not datasets.are_progress_bars_disabled()
     datasets.disable_progress_bars()
-    with harness_tasks.quiet():
+    with tasks.silence_lm_eval():
         pass
     assert datasets.are_progress_bars_disabled(), "what was off stays off"
     datasets.enable_progress_bars()
@@ -241,43 +239,43 @@ def test_without_files_and_without_network_the_error_says_what_is_missing(monkey
 
     monkeypatch.setattr(datasets, "load_dataset", no_network)
     with pytest.raises(RuntimeError, match=r"'piqa'.*baber/piqa.*piqa_dev.jsonl and eval/piqa_dev-labels.lst.*--data"):
-        harness_tasks.load_task("piqa", None)
+        tasks.load_task("piqa", None)
 
 
 def test_missing_and_damaged_files_are_named(tmp_path):
     data = write_small_data(tmp_path)
     (data / "eval/sciq_test.jsonl").unlink()
     with pytest.raises(FileNotFoundError, match=r"task 'sciq' needs eval/sciq_test.jsonl"):
-        harness_tasks.load_task("sciq", data)
+        tasks.load_task("sciq", data)
     (data / "eval/openbookqa_test.jsonl").write_text("")
     with pytest.raises(ValueError, match=r"openbookqa_test.jsonl holds no records"):
-        harness_tasks.load_task("openbookqa", data)
+        tasks.load_task("openbookqa", data)
     file = data / "eval/winogrande_xl_dev.jsonl"
     file.write_text(file.read_text()[:-40])
     with pytest.raises(ValueError, match=r"winogrande_xl_dev.jsonl, line 2 is not JSON"):
-        harness_tasks.load_task("winogrande", data)
+        tasks.load_task("winogrande", data)
     (data / "eval/piqa_dev-labels.lst").write_text("0\n")
     with pytest.raises(ValueError, match="do not belong together"):
-        harness_tasks.load_task("piqa", data)
+        tasks.load_task("piqa", data)
     packed = data / "wikitext-2/wiki.test.raw.xz"
     packed.write_bytes(packed.read_bytes()[:-20])
     with pytest.raises(ValueError, match="is damaged"):
-        harness_tasks.load_task("wikitext", data)
+        tasks.load_task("wikitext", data)
     (data / "lambada/lambada_test.jsonl").write_text('{"words": 1}\n')
     with pytest.raises(ValueError, match="line 1 lacks text"):
-        harness_tasks.load_task("lambada_openai", data)
+        tasks.load_task("lambada_openai", data)
 
 
 def test_the_data_folder_is_the_one_given_or_that_of_the_environment(tmp_path, monkeypatch):
     monkeypatch.setenv("EFLA_DATA", str(tmp_path))
-    assert local_data.folder(None) == tmp_path
+    assert tasks.data_folder(None) == tmp_path
     with pytest.raises(FileNotFoundError, match=r"^--data is '.*nowhere', which is not a folder"):
-        local_data.folder(tmp_path / "nowhere")
+        tasks.data_folder(tmp_path / "nowhere")
     monkeypatch.setenv("EFLA_DATA", "nowhere")
     with pytest.raises(FileNotFoundError, match=r"^EFLA_DATA is 'nowhere', which is not a folder"):
-        local_data.folder(None)
-    assert local_data.folder(tmp_path) == tmp_path
+        tasks.data_folder(None)
+    assert tasks.data_folder(tmp_path) == tmp_path
     monkeypatch.setenv("EFLA_DATA", "")
-    assert local_data.folder(None) is None
+    assert tasks.data_folder(None) is None
     with pytest.raises(ValueError, match="unknown task with local data 'piqqa'; did you mean 'piqa'"):
-        local_data.records("piqqa", tmp_path)
+        tasks.local_records("piqqa", tmp_path)

@@ -1,0 +1,154 @@
+"""``efla eval --length``: rows as the library measures them, figures, the report, and the choice of the text."""
+
+from __future__ import annotations
+
+import io
+from dataclasses import asdict
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from efla import cli
+from efla.data import corpora
+from efla.evaluation import bits_by_position, doubling_buckets, tasks
+from efla.evaluation.long_context import LengthSettings, evaluate_length, load_text
+from efla.evaluation.progress import EvaluationDisplay
+from efla.evaluation.recall import finetune_on_recall, make_batch, recall, usable_tokens
+from efla.evaluation.run import EvaluationSettings
+from efla.runs.rows import read_rows
+from tests.evaluation.models import models_of, quiet_console, trained
+
+
+def test_long_contexts_give_curves_figures_and_a_section(folders, tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+    text = tmp_path / "text.txt"
+    text.write_text("A line of text that goes on. " * 60)
+    output = tmp_path / "length"
+    options = ["--length", "--text", str(text), "--positions", "500", "--rows", "2", "--output", str(output)]
+    options += ["--pairs", "2", "4", "--lengths", "16", "32"]
+    assert cli.main(["eval", *models_of(folders, "efla", "softmax"), *options]) == 0
+    shown = capsys.readouterr().out
+    assert "257 to 500" in shown and "recall" in shown
+    rows = read_rows(output)
+    assert {row["row"] for row in rows} == {"position", "recall", "cell"}
+    assert len([row for row in rows if row["row"] == "recall"]) == 2 * 4
+    for name in ("bits_by_position", "recall_by_pairs", "recall_by_length"):
+        assert (output / "figures" / f"{name}.svg").stat().st_size > 1000
+    check_length_rows(rows, text.read_text())
+    before = (output / "rows.jsonl").read_bytes()
+    assert cli.main(["eval", *models_of(folders, "efla"), *options]) == 0  # finished cells stay
+    assert (output / "rows.jsonl").read_bytes() == before
+    pytest.importorskip("jinja2")
+    page = tmp_path / "report.html"
+    assert cli.main(["report", str(output), "--output", str(page)]) == 0
+    assert "Loss by position" in page.read_text()
+    short = ["--length", "--text", str(text), "--positions", "5000", "--output", str(tmp_path / "other")]
+    assert cli.main(["eval", *models_of(folders, "efla"), *short]) == 1
+    assert "fewer --positions" in capsys.readouterr().err
+
+
+def check_length_rows(rows: list[dict[str, Any]], text: str) -> None:
+    """Of the command's rows: positions and recall as the library measures them on the same text and batches."""
+    model, tokens = trained("efla"), list(text.encode())
+    starts = [0, len(tokens) - 501]
+    curve = bits_by_position(model, [tokens[start : start + 501] for start in starts], doubling_buckets(500))
+    own = [row for row in rows if row["model"] == "efla"]
+    positions = [row for row in own if row["row"] == "position"]
+    assert [(row["start"], row["end"], row["num_rows"]) for row in positions] == [
+        (first, last, 2) for first, last in doubling_buckets(500)
+    ]
+    assert [row["bits_per_byte"] for row in positions] == pytest.approx(curve.bits, abs=1e-4)
+    assert [row["bits_per_token"] for row in positions] == [row["bits_per_byte"] for row in positions]
+    assert [row["standard_error"] for row in positions] == pytest.approx(curve.standard_errors, abs=1e-4)
+    probes = [row for row in own if row["row"] == "recall"]
+    assert [(row["num_pairs"], row["length"]) for row in probes] == [(2, 16), (4, 16), (2, 32), (4, 32)]
+    for row in probes:
+        n, length = row["num_pairs"], row["length"]
+        batch = make_batch(usable_tokens(256, [0]), n, length, 16, 0, prefix=0)
+        expected = asdict(recall(model, batch, n, length))
+        assert {key: row[key] for key in expected} == pytest.approx(expected)
+        assert (row["chance"], row["steps"], row["cell"]) == (1 / n, 0, f"efla/recall-{n}-{length}")
+    cell = next(row for row in own if row["row"] == "cell")
+    assert (cell["cell"], cell["rows"], cell["trained_length"]) == ("efla/positions", len(positions) + 1, 256)
+    config = {
+        "text": "text.txt",
+        "positions": 500,
+        "rows": 2,
+        "recall_steps": 0,
+        "recall_grid": None,
+        "dtype": "auto",
+        "seed": 0,
+    }
+    assert cell["config"] == {**config, "batch_tokens": 4096}
+    assert cell["wall_seconds"] > 0 and cell["digest"] and cell["versions"] and cell["threads"] >= 1
+
+
+def test_recall_after_training_on_it_is_that_of_the_trained_copy(folders, tmp_path, monkeypatch):
+    text = tmp_path / "text.txt"
+    text.write_text("Some text. " * 20)
+    asked = LengthSettings(text=str(text), positions=100, rows=1, pairs=(2, 8), lengths=(16,), recall_steps=3, seed=5)
+    assert asked.grid == [(2, 16)], "eight pairs do not fit into 16 tokens"
+    settings = EvaluationSettings(batch_tokens=64)
+    out, told = io.StringIO(), []
+    monkeypatch.setattr(EvaluationDisplay, "begin", lambda self, total: told.append(-total))
+    monkeypatch.setattr(EvaluationDisplay, "advance", lambda self, count: told.append(count))
+    rows = evaluate_length(models_of(folders, "efla"), settings, asked, tmp_path / "out", Console(file=out))
+    assert told == [-100, 64, 36, -3, 1, 1, 1, -8, 3, 3, 2], "positions, steps of training, sequences"
+    bits = [row["bits_per_byte"] for row in rows if row["row"] == "position"]
+    lines = out.getvalue().splitlines()
+    assert lines[0].startswith(f"1/2  efla/positions  bits per byte {bits[0]:.3f} at 64, {bits[1]:.3f} at 100  ")
+    (found,) = [row for row in rows if row["row"] == "recall"]
+    usable = usable_tokens(256, [0])
+    copied = finetune_on_recall(trained("efla"), usable, [(2, 16)], steps=3, seed=5, prefix=0, batch_tokens=64)
+    expected = asdict(recall(copied, make_batch(usable, 2, 16, 8, 5, prefix=0), 2, 16))
+    assert {key: found[key] for key in expected} == pytest.approx(expected)
+    assert found["steps"] == 3
+    recalled = f"accuracy {found['accuracy']:.3f}, among the values {found['among_values']:.3f}  "
+    assert lines[1].startswith(f"2/2  efla/recall-2-16  {recalled}")
+    assert rows[-1]["config"]["recall_grid"] == [[2, 16]]
+    twin = tmp_path / "efla"
+    trained("delta").save_pretrained(twin)
+    with pytest.raises(ValueError, match=r"results of another model called 'efla' .*Choose another --output"):
+        evaluate_length([str(twin)], settings, asked, tmp_path / "out", quiet_console())
+    assert evaluate_length([], settings, asked, tmp_path / "out", quiet_console()) == rows
+    with pytest.raises(ValueError, match="give at least one model"):
+        evaluate_length([], settings, asked, tmp_path / "none", quiet_console())
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"positions": 0}, "positions and rows must be at least 1, got 0 and 8"),
+        ({"rows": 0}, "got 65536 and 0"),
+        ({"recall_steps": -1}, "must not be negative, got -1"),
+        ({"pairs": (1, 0)}, "pairs and lengths must be positive"),
+        ({"lengths": (0,)}, "pairs and lengths must be positive"),
+    ],
+)
+def test_impossible_lengths_are_refused(changes, message):
+    with pytest.raises(ValueError, match=message):
+        LengthSettings(**changes)
+    assert LengthSettings(positions=1, rows=1, pairs=(1,), lengths=(4,)).grid == [(1, 4)]
+
+
+def test_the_text_of_long_contexts_is_the_best_there_is(folders, tmp_path):
+    pytest.importorskip("lm_eval", reason="the extra 'eval' is not installed")
+    name, text = load_text(None, folders / "data")
+    pages = tasks.local_records("wikitext", folders / "data")
+    assert (name, text) == (
+        "wikitext",
+        "\n".join(tasks.definition("wikitext")["doc_to_target"](page) for page in pages),
+    )
+    name, text = load_text(None, None)
+    test = corpora.load("python-docs", None).test.tobytes().decode()
+    assert (name, text) == ("python-docs", test.replace("\0", "\n\n").strip())
+    for sub in ("", "corpus"):
+        (tmp_path / sub / sub).mkdir(parents=True, exist_ok=True)
+        (tmp_path / sub / sub / "english_novels_98.tar.xz").write_bytes(b"")
+        with pytest.raises(Exception, match="novels"):  # it is chosen, and is not one
+            load_text(None, tmp_path / sub)
+    with pytest.raises(FileNotFoundError, match="give --data DIR or set EFLA_DATA"):
+        load_text("wikitext", None)
+    with pytest.raises(FileNotFoundError, match="'nothing' is neither a file nor one of: wikitext, novels, enwik8"):
+        load_text("nothing", None)
