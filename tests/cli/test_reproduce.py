@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import tyro
 
-from efla import experiments
 from efla.cli.report import report
 from efla.cli.reproduce import reproduce
+from efla.experiments import registry
 from efla.experiments.smnist.data import choose_source
 from efla.experiments.smnist.options import Lr, Smnist
 from efla.experiments.smnist.run import SmnistRobustness
@@ -56,7 +56,7 @@ def test_the_learning_rate_experiment_asks_for_all_five_rates_of_the_same_cells(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.delenv("EFLA_DATA", raising=False)
-    lr, smnist = (experiments.get(name) for name in ("lr", "smnist"))
+    lr, smnist = (registry.get(name) for name in ("lr", "smnist"))
     assert lr.folder_name() == smnist.folder_name()
     for profile, count in (("quick", 15), ("full", 45)):
         ours = lr(Lr(profile=profile).config())  # type: ignore[arg-type]
@@ -83,7 +83,7 @@ def test_an_environment_without_mnist_is_an_error_that_names_the_variable(
 
 def test_an_unknown_experiment_offers_the_nearest() -> None:
     with pytest.raises(ValueError, match=r"unknown experiment 'smnits'.*'smnist'"):
-        experiments.get("smnits")
+        registry.get("smnits")
 
 
 def test_the_example_of_the_documentation_runs(tmp_path: Path) -> None:

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import tyro
 
-from efla import experiments
 from efla.cli.reproduce import All, reproduce
+from efla.experiments import registry
 from efla.experiments.exactness.options import Exactness
 from efla.experiments.exactness.run import Exactness as ExactnessRun
 from efla.experiments.experiment import Cell, Report
@@ -20,9 +20,9 @@ from efla.runs.records import Record
 
 def test_it_knows_every_experiment_and_passes_on_profile_and_data() -> None:
     options = All(profile="full", data="somewhere").options()
-    assert sorted(type(o).__name__.lower() for o in options) == sorted(experiments.names())
+    assert sorted(map(registry.name_of, options)) == sorted(registry.names())
     assert {o.profile for o in options} == {"full"}
-    assert {type(o).__name__ for o in options if getattr(o, "data", None) == "somewhere"} == {"Smnist", "Lr", "Lm"}
+    assert {registry.name_of(o) for o in options if getattr(o, "data", None) == "somewhere"} == {"smnist", "lr", "lm"}
 
 
 def test_without_data_every_experiment_has_an_embedded_one(monkeypatch: pytest.MonkeyPatch) -> None:

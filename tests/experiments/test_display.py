@@ -8,8 +8,7 @@ import pytest
 from rich.console import Console
 
 from efla.experiments.display import Display
-from efla.experiments.execute import Event
-from efla.experiments.experiment import Cell
+from efla.experiments.experiment import Cell, Event
 
 
 def _cells(count: int) -> list[Cell]:

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from efla.experiments.execute import stable
+from efla.experiments.experiment import without_volatile
 from efla.experiments.runner import run
 from efla.runs.folder import CONFIG, RunFolder
 from efla.runs.records import from_record, to_record
@@ -36,7 +36,7 @@ def _run(config: TinyConfig, folder: Path, executor: str = "inline", workers: in
 
 def _stable_rows(folder: Path) -> list[dict[str, object]]:
     return sorted(
-        (stable(row) for row in read_rows(folder)), key=lambda row: (row["cell"], row["row"], row.get("i", 9))
+        (without_volatile(row) for row in read_rows(folder)), key=lambda row: (row["cell"], row["row"], row.get("i", 9))
     )
 
 

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from efla import experiments
+from efla.experiments import registry
 from efla.report import front
 from efla.report.page import build, sections_of
 from efla.runs.rows import append_rows
 from efla.runs.sections import Section
-from efla.runs.statistics import Claim, compare, effect, spread
+from efla.runs.statistics import Claim, effect, judge, spread
 from tests.experiments.lm.test_lm import made_up as lm_rows
 from tests.experiments.throughput.test_throughput import made_up as throughput_rows
 from tests.report.pages import numbers_are_finite
@@ -77,7 +77,7 @@ def test_effects_agree_with_verdicts() -> None:
             size = effect(a, b, lower_is_better=lower)
             assert size is not None
             expected = "seen" if size > 1 else "reversed" if size < -1 else "not seen"
-            assert compare(a, b, lower_is_better=lower) == expected
+            assert judge(a, b, lower_is_better=lower) == expected
     assert effect(spread([1.0]), spread([2.0])) is None
     assert effect(spread([1.0, math.nan]), spread([2.0, 2.0])) is None
     assert effect(spread([1.0, 1.0]), spread([2.0, 2.0])) == -math.inf
@@ -85,7 +85,7 @@ def test_effects_agree_with_verdicts() -> None:
 
 def test_every_experiment_that_judges_claims_has_places_and_a_sentence_for_when_it_was_not_run() -> None:
     keys = {key for key, _ in front.PLACES}
-    assert keys == set(front._NOT_RUN) == set(experiments.names())
+    assert keys == set(front._NOT_RUN) == set(registry.names())
     assert [command for _, command in front.not_run([section(key="mad")])] == [
         f"efla reproduce {key}" for key in front._NOT_RUN if key != "mad"
     ]

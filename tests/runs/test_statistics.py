@@ -11,7 +11,7 @@ from efla.experiments.smnist import claims as smnist_claims
 from efla.experiments.smnist import lr_claims, select
 from efla.experiments.smnist.config import MAIN_ARMS
 from efla.runs.records import Record
-from efla.runs.statistics import Spread, compare, level_mean, spread
+from efla.runs.statistics import Rows, Spread, judge, level_mean, spread
 
 LEVELS = {"dropout": (0, 0.2, 0.4), "scale": (1, 4, 16), "noise": (0, 0.1, 0.4)}
 RATES = (1e-4, 3e-4, 1e-3, 3e-3, 1e-2)
@@ -80,11 +80,11 @@ def test_the_mean_over_levels_is_a_trapezoid_on_the_index() -> None:
 def test_a_difference_is_seen_when_it_exceeds_the_larger_standard_deviation(
     ours: Spread, theirs: Spread, verdict: str
 ) -> None:
-    assert compare(ours, theirs) == verdict
+    assert judge(ours, theirs) == verdict
 
 
 def test_lower_is_better_for_a_loss() -> None:
-    assert compare(Spread(0.3, 0.01, 3), Spread(0.5, 0.01, 3), lower_is_better=True) == "seen"
+    assert judge(Spread(0.3, 0.01, 3), Spread(0.5, 0.01, 3), lower_is_better=True) == "seen"
 
 
 def test_claims_a_and_b_are_judged_apart_and_per_pair() -> None:
@@ -143,3 +143,22 @@ def test_a_diverged_run_counts_against_its_arm_and_is_mentioned() -> None:
     point = select.run_spread(rows, select.Setting("bare", 3e-3), "delta-raw", "final_loss")
     assert math.isnan(point.mean)
     assert point.n == 3
+
+
+def test_rows_are_selected_by_their_fields_and_summarised_over_seeds() -> None:
+    rows = Rows(
+        {"row": row, "arm": arm, "seed": seed, "level": level, "loss": loss}
+        for row, arm, seed, level, loss in (
+            ("cell", "a", 0, 2, 1.0), ("cell", "a", 1, 2, 3.0), ("cell", "a", 0, 1, "nan"), ("point", "a", 0, 1, 9.0),
+            ("cell", "b", 0, 1, 5.0),
+        )
+    )  # fmt: skip
+    assert rows.cells().where(arm="a", level=2).spread("loss") == spread([1.0, 3.0])
+    assert rows.where(absent=1) == []
+    assert rows.values("arm", order=("c", "b", "a")) == ["b", "a"]
+    assert rows.values("level") == [1, 2]
+    levels, spreads = rows.cells().where(arm="a").curve("level", "loss")
+    assert levels == [1, 2]
+    assert math.isnan(spreads[0].mean)
+    assert spreads[1] == spread([1.0, 3.0])
+    assert rows.where(arm="b").curve("seed", lambda row: 2 * row["loss"])[1] == [spread([10.0])]

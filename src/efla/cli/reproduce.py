@@ -6,18 +6,14 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Union
 
 import tyro
 from rich.console import Console
 
-from efla import experiments
-from efla.experiments.exactness.options import Exactness
-from efla.experiments.lm.options import Lm
-from efla.experiments.mad.options import Mad
+from efla.experiments import registry
+from efla.experiments.experiment import Options
 from efla.experiments.runner import run
-from efla.experiments.smnist.options import Lr, Smnist
-from efla.experiments.throughput.options import Throughput
 from efla.runs.rows import ROWS, read_rows
 
 Executor = Literal["process", "inline", "ray"]
@@ -32,48 +28,40 @@ class All:
     data: str | None = None
     """Folder with the data sets (mnist/, corpus/, lambada/, wikitext-2/, eval/); default: EFLA_DATA, else embedded data."""
 
-    def options(self) -> list[Any]:
-        """The experiments in the order in which they are run: what measures time first, while the machine is cool."""
-        has_data = bool(self.data or os.environ.get("EFLA_DATA"))
-        return [
-            Exactness(profile=self.profile),
-            Throughput(profile=self.profile),
-            Smnist(profile=self.profile, data=self.data),
-            Lr(profile=self.profile, data=self.data),
-            Mad(profile=self.profile),
-            Lm(profile=self.profile, data=self.data, corpus=None if has_data else "python-docs"),
-        ]
+    def options(self) -> list[Options]:
+        """The options of all experiments, in the order in which they run."""
+        return [registry.options_class(name).for_all(self.profile, self.data) for name in registry.names()]
+
+
+if TYPE_CHECKING:
+    Choice = Any
+else:
+    _CLASSES = {**{name: registry.options_class(name) for name in registry.names()}, "all": All}
+    Choice = Union[  # noqa: UP007 (made from a tuple)
+        tuple(Annotated[cls, tyro.conf.subcommand(name, prefix_name=False)] for name, cls in _CLASSES.items())
+    ]
 
 
 @tyro.conf.configure(tyro.conf.CascadeSubcommandArgs)
 def reproduce(
-    experiment: Annotated[
-        Annotated[Exactness, tyro.conf.subcommand("exactness", prefix_name=False)]
-        | Annotated[Smnist, tyro.conf.subcommand("smnist", prefix_name=False)]
-        | Annotated[Mad, tyro.conf.subcommand("mad", prefix_name=False)]
-        | Annotated[Lm, tyro.conf.subcommand("lm", prefix_name=False)]
-        | Annotated[Throughput, tyro.conf.subcommand("throughput", prefix_name=False)]
-        | Annotated[Lr, tyro.conf.subcommand("lr", prefix_name=False)]
-        | Annotated[All, tyro.conf.subcommand("all", prefix_name=False)],
-        tyro.conf.arg(name=""),
-    ],
+    experiment: Annotated[Choice, tyro.conf.arg(name="")],
     output: Path | None = None,
     workers: int = 2,
     threads: int | None = None,
     executor: Executor = "process",
 ) -> int:
-    """Run an experiment. Finished cells are kept: the same command continues where the last one stopped.
+    """Run an experiment. Finished cells are saved; the same command resumes after an interruption.
 
     Args:
         experiment: which experiment, with its own options.
         output: folder for rows and figures; default runs/EXPERIMENT-PROFILE (smnist and lr share theirs). For all: the
             folder of those folders, default runs.
-        workers: processes that run cells side by side; throughput always takes one.
-        threads: threads of each of them, default 1 (throughput: all cores); the rows depend on it in the last digits.
+        workers: processes that run cells side by side; throughput always uses one.
+        threads: threads of each process, default 1 (throughput: all cores); the rows depend on it in the last digits.
         executor: process: worker processes; inline: this process; ray: a Ray cluster (RAY_ADDRESS, else a local one).
     """
 
-    def run_one(options: Any, folder: Path | None) -> Path:
+    def run_one(options: Options, folder: Path | None) -> Path:
         return _run(options, folder, workers=workers, threads=threads, executor=executor)
 
     if isinstance(experiment, All):
@@ -83,18 +71,15 @@ def reproduce(
 
 
 def _run(options: Any, output: Path | None, *, workers: int, threads: int | None, executor: Executor) -> Path:
-    """Run one experiment and print what it showed; returns its folder."""
-    name = _name(options)
-    cls = experiments.get(name)
+    """Run one experiment and print its summary; returns its folder."""
+    cls = registry.get(registry.name_of(options))
     folder = output or Path("runs") / f"{cls.folder_name()}-{options.profile}"
     if threads is None:
         threads = 1 if cls.side_by_side else os.cpu_count() or 1
-    # The exactness study is over before a worker would have started.
-    how = "inline" if name == "exactness" and executor == "process" else executor
     run(
         cls(options.config()),
         folder,
-        executor=how,
+        executor="inline" if cls.in_process and executor == "process" else executor,
         workers=workers if cls.side_by_side else 1,
         threads=threads,
         console=Console(stderr=True),
@@ -107,32 +92,33 @@ def _run(options: Any, output: Path | None, *, workers: int, threads: int | None
     return folder
 
 
-def _run_all(every: All, root: Path, run_one: Callable[[Any, Path | None], Path]) -> int:
-    """Run every experiment into a folder of its own, and report on all that has rows; one that fails does not stop the rest.
+def _run_all(every: All, root: Path, run_one: Callable[[Options, Path | None], Path]) -> int:
+    """Run every experiment into a folder of its own and report on all that have rows. A failure does not stop the rest.
 
-    What cannot run, for want of data, is told before the first one starts.
+    Experiments whose data is missing are reported before the first one starts.
     """
     from efla.report.page import build
 
     folders: list[Path] = []
     failures: dict[str, Exception] = {}
-    runnable: list[Any] = []
+    runnable: dict[str, Options] = {}
     for options in every.options():
+        name = registry.name_of(options)
         try:
             options.config()
-            runnable.append(options)
+            runnable[name] = options
         except (RuntimeError, ValueError, OSError) as error:
-            failures[_name(options)] = error
-            print(f"{_name(options)} cannot run: {error}", flush=True)
-    for options in runnable:
-        cls = experiments.get(_name(options))
+            failures[name] = error
+            print(f"{name} cannot run: {error}", flush=True)
+    for name, options in runnable.items():
+        cls = registry.get(name)
         print(f"\n== {cls.title} ==", flush=True)
         folder = root / f"{cls.folder_name()}-{every.profile}"
         try:
             run_one(options, folder)
         except (RuntimeError, ValueError, OSError) as error:
-            failures[_name(options)] = error
-            print(f"{_name(options)} failed: {error}", flush=True)
+            failures[name] = error
+            print(f"{name} failed: {error}", flush=True)
         if folder not in folders and (folder / ROWS).exists() and read_rows(folder):
             folders.append(folder)
     if folders:
@@ -145,8 +131,3 @@ def _run_all(every: All, root: Path, run_one: Callable[[Any, Path | None], Path]
             + "; ".join(f"{name} ({str(error).splitlines()[0]})" for name, error in failures.items())
         )
     return 1 if failures else 0
-
-
-def _name(options: Any) -> str:
-    """The experiment whose options these are."""
-    return type(options).__name__.lower()

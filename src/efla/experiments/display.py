@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn
 from rich.text import Text
 
-from efla.experiments.execute import Event
+from efla.experiments.experiment import Event
 
 
 class Display:

@@ -2,28 +2,38 @@
 
 from __future__ import annotations
 
+import datetime
 import importlib
 import importlib.util
+import itertools
+import time
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, ClassVar, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, NamedTuple, Protocol, TypeVar
 
+import torch
+
+from efla.errors import unknown_name
+from efla.runs import provenance
 from efla.runs.records import Record, protocol_of
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-__all__ = ["Cell", "Experiment", "Report"]
+    from efla.runs.sections import Section
+
+VOLATILE = frozenset({"started", "wall_seconds", "timing"})
+"""Fields of a row that differ between two runs of the same cell; everything else is reproduced."""
 
 C = TypeVar("C")
 
 
 @dataclass(frozen=True)
 class Cell:
-    """One independent piece of work. ``settings`` are the values that tell it from the other cells of the grid."""
+    """One independent piece of work. ``settings`` are the values that distinguish it from the other cells of the grid."""
 
     settings: Record
 
@@ -33,24 +43,81 @@ class Cell:
         return " ".join(f"{key}={value}" for key, value in self.settings.items())
 
 
+class Group(NamedTuple):
+    """A product of values. A grid is a tuple of groups."""
+
+    arms: tuple[str, ...]
+    rates: tuple[float, ...]
+    seeds: tuple[int, ...]
+    decays: tuple[float, ...] = (0.0,)
+    settings: tuple[str, ...] = ("",)
+    """What the arms are compared on: a block of sMNIST, ``task/name`` of MAD."""
+
+    def check(self, arms: Iterable[str]) -> None:
+        """Raise ``ValueError`` for an unknown arm, a rate that is not positive or a negative weight decay."""
+        for arm in self.arms:
+            if arm not in arms:
+                raise unknown_name("arm", arm, arms)
+        if any(rate <= 0 for rate in self.rates):
+            raise ValueError(f"learning rates must be positive, got {self.rates}")
+        if any(decay < 0 for decay in self.decays):
+            raise ValueError(f"weight decays must not be negative, got {self.decays}")
+
+
+def grid_cells(groups: Iterable[Group], axes: Sequence[str], settings: Callable[..., Record]) -> list[Cell]:
+    """The cells of all groups in order, without repeats.
+
+    axes: fields of a group, outermost loop first. settings: maps one value per axis to the settings of a cell.
+    """
+    found: dict[str, Cell] = {}
+    for group in groups:
+        for values in itertools.product(*(getattr(group, axis) for axis in axes)):
+            cell = Cell(settings(*values))
+            found.setdefault(cell.id, cell)
+    return list(found.values())
+
+
+def restrict_grid(groups: Sequence[Group], asked: Mapping[str, Any], otherwise: Group) -> tuple[Group, ...]:
+    """The part of a grid with the values asked for; if it lacks one of their combinations, ``otherwise`` with the values.
+
+    asked: field of a group -> values; fields without values are ignored.
+    """
+    asked = {axis: values for axis, values in asked.items() if values}
+
+    def has(combination: tuple[Any, ...]) -> bool:
+        pairs = list(zip(asked, combination, strict=True))
+        return any(all(value in getattr(group, axis) for axis, value in pairs) for group in groups)
+
+    if not all(map(has, itertools.product(*asked.values()))):
+        return (otherwise._replace(**asked),)
+    narrowed = (
+        group._replace(**{axis: tuple(v for v in getattr(group, axis) if v in asked[axis]) for axis in asked})
+        for group in groups
+    )
+    return tuple(group for group in narrowed if all(group))
+
+
 class Report(Protocol):
-    """Tells the progress display how far a cell is: ``report(0.4, loss=1.2)``."""
+    """Reports the progress of a cell: ``report(0.4, loss=1.2)``."""
 
     def __call__(self, fraction: float, **values: float) -> None: ...
 
 
 class Experiment(ABC, Generic[C]):
-    """An experiment; a subclass states its name and its config class, lists cells and runs one."""
+    """Base class of experiments. A subclass states its name and config class, lists its cells and runs one.
+
+    ``claims.py``, ``plot.py`` and ``section.py`` beside the subclass's module turn rows into text, figures and sections
+    of the report.
+    """
 
     name: ClassVar[str]
     title: ClassVar[str]
     config_class: ClassVar[type[Any]]
     """A frozen dataclass of JSON values; fields with metadata ``GRID`` choose cells and may differ within a folder."""
     side_by_side: ClassVar[bool] = True
-    """Whether cells may run at the same time; those that measure time may not, and get all cores one after another."""
-    claims_module: ClassVar[str] = "claims"
-    plot_module: ClassVar[str] = "plot"
-    """Modules of the experiment's folder that turn rows into a summary and figures."""
+    """Whether cells may run at the same time. Cells that measure time run one after another with all cores."""
+    in_process: ClassVar[bool] = False
+    """Whether cells are so short that they run in the calling process unless another executor is requested."""
 
     def __init__(self, config: C) -> None:
         self.config = config
@@ -61,54 +128,122 @@ class Experiment(ABC, Generic[C]):
         return cls.name
 
     def protocol(self) -> Record:
-        """What must not change within an output folder."""
+        """The part of the config that must not change within an output folder."""
         return protocol_of(self.config)
 
     @abstractmethod
     def cells(self) -> list[Cell]:
-        """The grid, in the order in which it is worth running."""
+        """The grid, in the order in which it is run."""
 
     @abstractmethod
     def run_cell(self, cell: Cell, report: Report) -> list[Record]:
-        """Run one cell. Returns its rows; the last one (``"row": "cell"``) sums it up and marks it as finished."""
+        """Run one cell. Returns its rows; the last one (``"row": "cell"``) summarises it and marks it as finished."""
 
     def prepare(self) -> None:
-        """Check once, before any worker starts, what all cells need (data files, say); raise a clear error if absent."""
+        """Check what all cells need, such as data files, once before any worker starts; raise an error if it is missing."""
         return None
 
-    def at(self, output: Path) -> Self:
-        """The same experiment, told its output folder; one that keeps unfinished cells there says where."""
+    def with_output(self, output: Path) -> Self:
+        """The same experiment with its output folder, for experiments that keep unfinished cells there."""
         return self
 
     def clean_up(self, cell: Cell) -> None:
-        """Remove what a cell kept while it ran; called when its rows are on disk."""
+        """Remove the temporary files of a cell; called when its rows are on disk."""
         return None
 
     @property
     def gpus_per_cell(self) -> float:
-        """What a cell asks of a Ray cluster; a share if several fit on one GPU."""
+        """GPUs that a cell requests from a Ray cluster; a fraction if several cells fit on one."""
         return 0.0
 
     def expected_seconds(self, cells: Sequence[Cell], threads: int) -> list[float] | None:
-        """How long each of these cells will take at most, for the estimate before the start; ``None``: nobody knows."""
+        """An upper estimate of the time of each cell; ``None`` if unknown."""
         return None
 
     @classmethod
     def plot(cls, rows: Sequence[Record], folder: Path) -> list[Path]:
-        """Draw the figures from rows alone, by ``plot`` in ``plot_module``; returns the files written."""
-        module = cls._beside(cls.plot_module)
+        """Draw the figures from rows; returns the files written."""
+        module = cls.sibling_module("plot")
         return [] if module is None else list(module.plot(rows, folder))
 
     @classmethod
     def text_summary(cls, rows: Sequence[Record]) -> str:
-        """What a terminal shows at the end, from rows alone (rich markup), by ``text_summary`` in ``claims_module``."""
-        module = cls._beside(cls.claims_module)
+        """The summary that the terminal shows at the end, from rows."""
+        module = cls.sibling_module("claims")
         return "" if module is None else str(module.text_summary(rows))
 
     @classmethod
-    def _beside(cls, name: str) -> ModuleType | None:
-        """A module of the experiment's own folder, imported when it is needed: figures need an optional package."""
+    def sections(cls, rows: Sequence[Record], source: str) -> list[Section]:
+        """The experiment's sections of the report, from rows. source: the folder of the rows."""
+        module = cls.sibling_module("section")
+        return [] if module is None else list(module.sections(rows, source))
+
+    @classmethod
+    def sibling_module(cls, name: str) -> ModuleType | None:
+        """A module from the experiment's own folder, imported on use: figures need an optional package."""
         package = cls.__module__.rpartition(".")[0]
         if not package or importlib.util.find_spec(f"{package}.{name}") is None:
             return None
         return importlib.import_module(f"{package}.{name}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """Base class of the command-line options of an experiment."""
+
+    def config(self) -> Any:
+        """The resolved config."""
+        raise NotImplementedError
+
+    @classmethod
+    def for_all(cls, profile: Any, data: str | None) -> Self:
+        """The options for ``efla reproduce all`` with this profile and data folder."""
+        options: dict[str, Any] = {"profile": profile}
+        return cls(**options)
+
+    def given(self, *names: str) -> dict[str, Any]:
+        """The named options that are not ``None``."""
+        return {name: value for name in names if (value := getattr(self, name)) is not None}
+
+
+@dataclass(frozen=True)
+class Event:
+    """What happened to a cell: "started", "progress", "finished" (with rows) or "failed" (with a message)."""
+
+    kind: str
+    cell: Cell
+    fraction: float = 0.0
+    values: dict[str, float] | None = None
+    rows: list[Record] | None = None
+    message: str = ""
+
+
+def execute(experiment: Experiment[Any], cell: Cell, report: Report, threads: int) -> list[Record]:
+    """Run one cell with the given number of threads. Its last row gets config, versions, threads, commit and wall time."""
+    torch.set_num_threads(threads)
+    started, clock = datetime.datetime.now(datetime.timezone.utc), time.perf_counter()
+    rows = experiment.run_cell(cell, report)
+    wall_seconds = round(time.perf_counter() - clock, 3)
+    if not rows:
+        raise RuntimeError(f"cell '{cell.id}' returned no rows")
+    stamped = [{"row": row.get("row", "point"), "cell": cell.id, **cell.settings, **row} for row in rows]
+    if any(row["row"] == "cell" for row in stamped[:-1]):
+        raise RuntimeError(f'only the last row of cell \'{cell.id}\' may have "row": "cell"')
+    stamped[-1] |= {
+        "row": "cell",
+        "rows": len(stamped),
+        "experiment": experiment.name,
+        "config": experiment.protocol(),
+        "threads": threads,
+        "versions": provenance.versions(),
+        "commit": provenance.git_commit(),
+        "machine": provenance.machine(),
+        "started": started.isoformat(timespec="seconds"),
+        "wall_seconds": stamped[-1].get("wall_seconds", wall_seconds),  # resumed cells count their earlier time too
+    }
+    return stamped
+
+
+def without_volatile(row: Record) -> Record:
+    """A row without the fields that differ between two runs of the same cell."""
+    return {key: value for key, value in row.items() if key not in VOLATILE}

@@ -15,8 +15,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import IO, Any
 
-from efla.experiments.execute import Event, execute
-from efla.experiments.experiment import Cell, Experiment, Report
+from efla.experiments.experiment import Cell, Event, Experiment, Report, execute
 from efla.runs.records import Record, dumps, to_record
 
 Emit = Callable[[Event], None]

@@ -7,8 +7,7 @@ import traceback
 from collections.abc import Sequence
 from typing import Any
 
-from efla.experiments.execute import Event, execute
-from efla.experiments.experiment import Cell, Experiment
+from efla.experiments.experiment import Cell, Event, Experiment, execute
 from efla.experiments.processes import Emit
 from efla.runs.records import Record, from_record, to_record
 
@@ -47,11 +46,11 @@ def run_on_ray(experiment: Experiment[Any], cells: Sequence[Cell], workers: int,
 
 
 def _run_cell(name: str, config: Record, settings: Record, threads: int) -> list[Record]:
-    from efla import experiments
+    from efla.experiments import registry
     from efla.native import keep_freed_memory
 
     keep_freed_memory()
-    cls = experiments.get(name)
+    cls = registry.get(name)
     experiment = cls(from_record(cls.config_class, config))
 
     def report(fraction: float, **values: float) -> None:

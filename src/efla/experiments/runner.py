@@ -11,8 +11,7 @@ from rich.console import Console
 
 from efla.errors import unknown_name
 from efla.experiments.display import Display, clock
-from efla.experiments.execute import Event
-from efla.experiments.experiment import Cell, Experiment
+from efla.experiments.experiment import Cell, Event, Experiment
 from efla.experiments.processes import Emit, run_in_processes, run_inline
 from efla.experiments.ray_cluster import run_on_ray
 from efla.runs.folder import RunFolder
@@ -50,7 +49,7 @@ def run(
     if executor == "inline":
         workers = 1
     console = console or Console(stderr=True)
-    experiment = experiment.at(output)
+    experiment = experiment.with_output(output)
     cells = experiment.cells()
     _check_grid(cells)
     experiment.prepare()

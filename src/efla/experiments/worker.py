@@ -14,9 +14,8 @@ import time
 import traceback
 from typing import IO
 
-from efla import experiments
-from efla.experiments.execute import execute
-from efla.experiments.experiment import Cell
+from efla.experiments import registry
+from efla.experiments.experiment import Cell, execute
 from efla.native import keep_freed_memory
 from efla.runs.records import Record, dumps, from_record
 
@@ -50,7 +49,7 @@ def _work(task: Record, out: IO[str]) -> None:
             _send(out, {"kind": "progress", "fraction": fraction, "values": values})
 
     try:
-        cls = experiments.get(task["experiment"])
+        cls = registry.get(task["experiment"])
         experiment = cls(from_record(cls.config_class, task["config"]))
         rows = execute(experiment, Cell(task["cell"]), report, task["threads"])
     except Exception:

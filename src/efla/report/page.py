@@ -12,11 +12,7 @@ from typing import Any
 import efla
 from efla.errors import unknown_name
 from efla.evaluation import section as evaluation
-from efla.experiments.exactness import section as exactness
-from efla.experiments.lm import section as lm
-from efla.experiments.mad import section as mad
-from efla.experiments.smnist import section as smnist
-from efla.experiments.throughput import section as throughput
+from efla.experiments import registry
 from efla.report import front
 from efla.runs.bars import draw
 from efla.runs.chart import swatch
@@ -26,15 +22,8 @@ from efla.runs.sections import Section
 from efla.runs.statistics import grouped
 from efla.runs.style import ARMS, RULES
 
-_SECTIONS = {
-    "exactness": exactness.sections,
-    "smnist": smnist.sections,
-    "mad": mad.sections,
-    "lm": lm.sections,
-    "throughput": throughput.sections,
-    "evaluation": evaluation.sections,
-    "evaluation-length": evaluation.length_sections,
-}
+_EVALUATION = {"evaluation": evaluation.sections, "evaluation-length": evaluation.length_sections}
+"""The folders of ``efla eval``; the registry knows those of ``efla reproduce``."""
 _HERE = Path(__file__).parent
 
 
@@ -80,9 +69,11 @@ def sections_of(folder: Path) -> list[Section]:
     if not rows:
         raise ValueError(f"{folder} holds no finished cell yet; let `efla reproduce` finish at least one")
     experiment = read_config(folder)["experiment"]
-    if experiment not in _SECTIONS:
-        raise unknown_name("experiment", experiment, _SECTIONS)
-    return _SECTIONS[experiment](rows, str(folder))
+    if experiment in _EVALUATION:
+        return _EVALUATION[experiment](rows, str(folder))
+    if experiment not in registry.names():
+        raise unknown_name("experiment", experiment, [*registry.names(), *_EVALUATION])
+    return registry.get(experiment).sections(rows, str(folder))
 
 
 def _distinct(runs: Sequence[Path]) -> list[Path]:

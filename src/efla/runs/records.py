@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from typing import Any, TypeVar, cast
+import types
+from typing import Annotated, Any, Literal, NamedTuple, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
 from efla.errors import unknown_name
 
@@ -14,6 +15,44 @@ T = TypeVar("T")
 
 GRID = {"grid": True}
 """Metadata of a config field that chooses which cells are run; such a field may differ between runs into one folder."""
+
+
+class Minimum(NamedTuple):
+    """The smallest allowed value of a config field: ``batch: Annotated[int, Minimum(1)]``."""
+
+    value: float
+
+
+Count = Annotated[int, Minimum(1)]
+
+
+def check_fields(config: object) -> None:
+    """Raise ``ValueError`` for a field that is not one of its ``Literal`` choices or is below its ``Minimum``.
+
+    Call it in ``__post_init__``. ``None`` passes; the items of a tuple are checked one by one.
+    """
+    assert dataclasses.is_dataclass(config)
+    hints = get_type_hints(type(config), include_extras=True)
+    for field in dataclasses.fields(config):
+        _check(field.name, getattr(config, field.name), hints[field.name])
+
+
+def _check(name: str, value: Any, hint: Any) -> None:
+    kind, arguments = get_origin(hint), get_args(hint)
+    if value is None:
+        return
+    if kind is Literal and value not in arguments:
+        raise unknown_name(name, value, map(str, arguments))
+    if kind is Annotated:
+        for limit in hint.__metadata__:
+            if isinstance(limit, Minimum) and value < limit.value:
+                raise ValueError(f"{name} must be at least {limit.value:g}, got {value}")
+    if kind in (Union, types.UnionType):  # of one type with limits and None
+        for part in arguments:
+            _check(name, value, part)
+    if kind is tuple and arguments[1:] == (...,):
+        for item in value:
+            _check(name, item, arguments[0])
 
 
 def to_record(config: object) -> Record:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
+
+from efla.runs.records import Record, number
 
 
 class Spread(NamedTuple):
@@ -39,6 +41,47 @@ def spread(values: Iterable[float]) -> Spread:
     return Spread(float(array.mean()), float(array.std(ddof=1)) if len(array) > 1 else math.nan, len(array))
 
 
+Curve = tuple[list[Any], list[Spread]]
+"""Values of x in ascending order, and the spread of y at each."""
+
+
+def curve(points: Iterable[tuple[Any, float]]) -> Curve:
+    """The spread of y at each distinct x of some (x, y)."""
+    found: dict[Any, list[float]] = {}
+    for x, y in points:
+        found.setdefault(x, []).append(y)
+    return sorted(found), [spread(found[x]) for x in sorted(found)]
+
+
+class Rows(list[Record]):
+    """Rows with selection: ``Rows(rows).cells().where(arm="exact-flow", rate=1e-3).spread("final_loss")``."""
+
+    def where(self, **values: object) -> Rows:
+        """The rows whose fields have these values."""
+        return Rows(row for row in self if all(key in row and row[key] == value for key, value in values.items()))
+
+    def cells(self) -> Rows:
+        """The rows that summarise a cell."""
+        return self.where(row="cell")
+
+    def values(self, field: str, order: Iterable[Any] | None = None) -> list[Any]:
+        """The distinct values of a field, ascending or in the given order; rows without it are ignored."""
+        found = {row[field] for row in self if field in row}
+        return sorted(found) if order is None else [value for value in order if value in found]
+
+    def spread(self, field: str | Callable[[Record], float]) -> Spread:
+        """Mean and standard deviation of a field, or of a function of the row."""
+        return spread(_value(row, field) for row in self)
+
+    def curve(self, x: str, y: str | Callable[[Record], float]) -> Curve:
+        """The spread of y, a field or a function of the row, at each value of the field x."""
+        return curve((row[x], _value(row, y)) for row in self)
+
+
+def _value(row: Record, field: str | Callable[[Record], float]) -> float:
+    return number(row[field]) if isinstance(field, str) else field(row)
+
+
 def level_mean(values: Sequence[float]) -> float:
     """Mean over levels, trapezoid on the level's index: (v_0/2 + v_1 + ... + v_n/2) / n."""
     array = np.asarray(values, dtype=np.float64)
@@ -50,7 +93,7 @@ def level_mean(values: Sequence[float]) -> float:
 SEEN, NOT_SEEN, REVERSED, NOT_JUDGED = "seen", "not seen", "reversed", "not judged"
 
 
-def compare(ours: Spread, theirs: Spread, *, lower_is_better: bool = False) -> str:
+def judge(ours: Spread, theirs: Spread, *, lower_is_better: bool = False) -> str:
     """Whether ours is better: "seen" if the means differ by more than the larger standard deviation, "reversed" if they
     do the other way round, else "not seen"; "not judged" with fewer than two seeds or without a number."""
     if ours.n < 2 or theirs.n < 2:
@@ -68,7 +111,7 @@ def compare(ours: Spread, theirs: Spread, *, lower_is_better: bool = False) -> s
 
 def effect(ours: Spread, theirs: Spread, *, lower_is_better: bool = False) -> float | None:
     """By how many of the larger standard deviations ours is better (negative: worse); ``None`` where nothing is judged."""
-    if compare(ours, theirs) == NOT_JUDGED or math.isnan(ours.mean) or math.isnan(theirs.mean):
+    if judge(ours, theirs) == NOT_JUDGED or math.isnan(ours.mean) or math.isnan(theirs.mean):
         return None
     difference = (theirs.mean - ours.mean) if lower_is_better else (ours.mean - theirs.mean)
     larger = max(ours.std, theirs.std)

@@ -17,9 +17,9 @@ from efla import presets
 from efla.data import corpora
 from efla.data.sampling import RowSampler
 from efla.evaluation import stream_bits
-from efla.experiments.execute import stable
+from efla.experiments.experiment import Group, without_volatile
 from efla.experiments.lm import claims, cost, select
-from efla.experiments.lm.config import ARM_ORDER, Group, LmConfig, grid, profile
+from efla.experiments.lm.config import ARM_ORDER, LmConfig, grid, profile
 from efla.experiments.lm.keys import key_energies
 from efla.experiments.lm.measure import MEASUREMENTS, Subject
 from efla.experiments.lm.options import Lm
@@ -150,8 +150,8 @@ def test_a_cell_interrupted_anywhere_gives_the_row_of_an_undisturbed_one(
             stops += 1
     assert stops >= 3
     assert row["wall_seconds"] > now - began, "the time of all sittings, not of the last alone"
-    kept = stable(json.loads(json.dumps(row)))
-    assert kept == {key: value for key, value in stable(expected).items() if key in kept}
+    kept = without_volatile(json.loads(json.dumps(row)))
+    assert kept == {key: value for key, value in without_volatile(expected).items() if key in kept}
 
 
 def test_the_cost_of_a_cell_is_that_of_all_its_sittings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -221,7 +221,7 @@ run(LanguageModels(from_record(LmConfig, json.loads(sys.argv[1]))), folder, exec
     assert not (folder / IN_PROGRESS).exists()
     run(LanguageModels(config), tmp_path / "whole", executor="inline", console=QUIET)
     (a,), (b,) = read_rows(folder), read_rows(tmp_path / "whole")
-    assert stable(a) == stable(b)
+    assert without_volatile(a) == without_volatile(b)
 
 
 def test_steps_that_are_not_finite_count_the_run_as_failed_and_end_it(monkeypatch: pytest.MonkeyPatch) -> None:

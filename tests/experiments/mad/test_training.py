@@ -12,8 +12,8 @@ from rich.console import Console
 from torch import Tensor, nn
 
 from efla import cli
-from efla.experiments.execute import stable
-from efla.experiments.mad.config import Group, MadConfig, profile
+from efla.experiments.experiment import Group, without_volatile
+from efla.experiments.mad.config import MadConfig, profile
 from efla.experiments.mad.metric import Score, evaluate, macro_recall
 from efla.experiments.mad.model import build
 from efla.experiments.mad.options import Mad as MadOptions
@@ -148,12 +148,14 @@ def test_weight_decay_acts_on_all_parameters() -> None:
 
 
 def _grid(config: MadConfig, tasks: tuple[str, ...], arms: tuple[str, ...]) -> MadConfig:
-    group = Group(tuple(f"{task}/short" for task in tasks), arms, (1e-3,), (0.0,), (12345,))
+    group = Group(arms, (1e-3,), (12345,), settings=tuple(f"{task}/short" for task in tasks))
     return replace(config, groups=(group,))
 
 
 def _stable_rows(folder: Path) -> list[dict[str, object]]:
-    rows = ({key: value for key, value in stable(row).items() if key != "commit"} for row in read_rows(folder))
+    rows = (
+        {key: value for key, value in without_volatile(row).items() if key != "commit"} for row in read_rows(folder)
+    )
     return sorted(rows, key=lambda row: str(row["cell"]))
 
 

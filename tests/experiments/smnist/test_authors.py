@@ -12,13 +12,13 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import DataLoader
 
+from efla.experiments.experiment import Group
 from efla.experiments.smnist.config import (
     AUTHORS_ARMS,
     AUTHORS_CHANGES,
     AUTHORS_LEVELS,
     FULL_LEVELS,
     LEVELS,
-    Group,
     profile,
 )
 from efla.experiments.smnist.data import Images, Mnist
@@ -149,7 +149,9 @@ def test_the_grid_is_that_of_the_script_with_more_seeds_pairs_first() -> None:
     assert changes == profile("authors-changes", dataset="idx"), "both grids fit into one folder"
     assert len(SmnistRobustness(changes).cells()) == 4 * 2 * 3 + 1
     with pytest.raises(ValueError, match="'authors' has no gate: run gated-delta on another block"):
-        dataclasses.replace(AUTHORS, groups=(Group("authors", ("exact-flow", "gated-delta"), (1e-3,), (0,)),))
+        dataclasses.replace(
+            AUTHORS, groups=(Group(("exact-flow", "gated-delta"), (1e-3,), (0,), settings=("authors",)),)
+        )
 
 
 def test_new_levels_leave_the_random_fields_of_the_old_ones_alone() -> None:

@@ -12,13 +12,13 @@ import torch
 from rich.console import Console
 
 from efla import rules
+from efla.experiments.experiment import Group
 from efla.experiments.runner import run
 from efla.experiments.smnist.config import (
     ARMS,
     LEVELS,
     MAIN_ARMS,
     QUICK_LEVELS,
-    Group,
     SmnistConfig,
     profile,
 )
@@ -265,7 +265,7 @@ def tiny(folder: Path, **changes: object) -> SmnistConfig:
         dropout_levels=(0, 0.4),
         scale_levels=(1, 16),
         noise_levels=(0, 0.2),
-        groups=(Group("bare", MAIN_ARMS, (3e-3, 1e-2), (0, 1)),),
+        groups=(Group(MAIN_ARMS, (3e-3, 1e-2), (0, 1), settings=("bare",)),),
     )
     return dataclasses.replace(config, **changes)  # type: ignore[arg-type]
 
@@ -298,7 +298,7 @@ def test_a_run_writes_one_row_per_level_and_one_per_training(tiny_run: tuple[Pat
 
 def test_the_same_cell_gives_the_same_rows_again(tiny_run: tuple[Path, list[Record]], tmp_path: Path) -> None:
     folder, rows = tiny_run
-    config = tiny(folder / "data", groups=(Group("bare", ("exact-flow",), (3e-3,), (1,)),))
+    config = tiny(folder / "data", groups=(Group(("exact-flow",), (3e-3,), (1,), settings=("bare",)),))
     run(SmnistRobustness(config), tmp_path, executor="inline", console=Console(quiet=True))
     again = read_rows(tmp_path)
     before = [row for row in rows if row["cell"] == again[0]["cell"]]
@@ -323,13 +323,13 @@ def test_figures_and_summaries_come_from_rows_alone(tiny_run: tuple[Path, list[R
 
 def test_bad_choices_are_errors_that_say_what_is_known() -> None:
     with pytest.raises(ValueError, match=r"unknown arm 'exact'.*exact-flow"):
-        dataclasses.replace(QUICK, groups=(Group("bare", ("exact",), (1e-3,), (0,)),))
+        dataclasses.replace(QUICK, groups=(Group(("exact",), (1e-3,), (0,), settings=("bare",)),))
     with pytest.raises(ValueError, match=r"unknown block 'bar'.*bare"):
-        dataclasses.replace(QUICK, groups=(Group("bar", ("exact-flow",), (1e-3,), (0,)),))
+        dataclasses.replace(QUICK, groups=(Group(("exact-flow",), (1e-3,), (0,), settings=("bar",)),))
     with pytest.raises(ValueError, match="must start with 1 and come from"):
         dataclasses.replace(QUICK, scale_levels=(2, 4))
     with pytest.raises(ValueError, match="rates must be positive"):
-        dataclasses.replace(QUICK, groups=(Group("bare", ("exact-flow",), (0.0,), (0,)),))
+        dataclasses.replace(QUICK, groups=(Group(("exact-flow",), (0.0,), (0,), settings=("bare",)),))
 
 
 def test_the_grids_are_those_of_the_protocol() -> None:

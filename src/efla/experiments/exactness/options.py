@@ -6,10 +6,11 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from efla.experiments.exactness.config import ExactnessConfig, profile
+from efla.experiments.experiment import Options
 
 
 @dataclass(frozen=True, kw_only=True)
-class Exactness:
+class Exactness(Options):
     """Every rule against the true flow: error, stability, the memory under energetic keys. Seconds."""
 
     profile: Literal["quick", "full"] = "quick"

@@ -26,6 +26,7 @@ class Exactness(Experiment[ExactnessConfig]):
     name = "exactness"
     title = "What an exact step buys"
     config_class = ExactnessConfig
+    in_process = True
 
     def cells(self) -> list[Cell]:
         return [Cell({"study": study, "rule": rules.get(rule).name}) for study in STUDIES for rule in self.config.rules]

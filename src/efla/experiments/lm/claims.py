@@ -9,7 +9,7 @@ from efla.experiments.lm import select
 from efla.experiments.lm.config import PAIR
 from efla.experiments.lm.select import METRICS
 from efla.runs.records import Record
-from efla.runs.statistics import NOT_JUDGED, Claim, Spread, claims_text, compare, effect
+from efla.runs.statistics import NOT_JUDGED, Claim, Spread, claims_text, effect, judge
 
 COMPARABILITY = (
     "These models have 200 to 800 times fewer parameters than the paper's 340M, saw a thousandth of the tokens or less, and "
@@ -89,7 +89,7 @@ def _compare(rows: Sequence[Record], letter: str, sentence: str, ours: str, thei
         else:
             text += f" ({100 * (a.mean / b.mean - 1):+.1f} %)"
     text += f"; {_seeds(a)}"
-    verdict = compare(a, b, lower_is_better=lower)
+    verdict = judge(a, b, lower_is_better=lower)
     if verdict == NOT_JUDGED and not math.isnan(difference):
         text += _against_the_pair(rows, name, difference / metric.unit)
     return Claim(letter, sentence, f"{metric.title}: {pair}", verdict, text, effect(a, b, lower_is_better=lower))

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from typing import Literal
 
 from efla.data import corpora
 from efla.errors import unknown_name
+from efla.experiments.experiment import Group
 from efla.models import presets
 from efla.runs.records import GRID
 
@@ -25,14 +26,6 @@ SEED = 42
 
 Profile = Literal["quick", "full"]
 PROFILES: tuple[Profile, ...] = ("quick", "full")
-
-
-class Group(NamedTuple):
-    """A product of arms, peak rates and seeds; a grid is a list of groups."""
-
-    arms: tuple[str, ...]
-    rates: tuple[float, ...]
-    seeds: tuple[int, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,11 +79,7 @@ class LmConfig:
         if self.corpus not in corpora.names():
             raise unknown_name("corpus", self.corpus, corpora.names())
         for group in self.groups:
-            for arm in group.arms:
-                if arm not in ARM_ORDER:
-                    raise unknown_name("arm", arm, ARM_ORDER)
-            if any(rate <= 0 for rate in group.rates):
-                raise ValueError(f"learning rates must be positive, got {group.rates}")
+            group.check(ARM_ORDER)
         numbers = {
             "rows": self.rows, "steps": self.steps, "validate_every": self.validate_every,
             "validation_bytes": self.validation_bytes, "choice_items": self.choice_items,

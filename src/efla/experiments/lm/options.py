@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from efla.evaluation.tasks import data_folder
-from efla.experiments.groups import part_of
-from efla.experiments.lm.config import Group, LmConfig, Profile, profile
+from efla.experiments.experiment import Group, Options, restrict_grid
+from efla.experiments.lm.config import LmConfig, Profile, profile
 
 
 @dataclass(frozen=True, kw_only=True)
-class Lm:
+class Lm(Options):
     """Language models over bytes: six mixers at matched size on the same text in the same order."""
 
     profile: Profile = "quick"
@@ -40,6 +41,11 @@ class Lm:
     save_seconds: float = 120.0
     """Training time between two checkpoints of an unfinished cell."""
 
+    @classmethod
+    def for_all(cls, profile: Profile, data: str | None) -> Lm:
+        has_data = bool(data or os.environ.get("EFLA_DATA"))
+        return cls(profile=profile, data=data, corpus=None if has_data else "python-docs")
+
     def config(self) -> LmConfig:
         """The resolved config."""
         root = data_folder(self.data)
@@ -65,5 +71,4 @@ class Lm:
 
     def _groups(self, config: LmConfig) -> tuple[Group, ...]:
         """The part of the profile's grid that was asked for."""
-        asked = {name: values for name in ("arms", "rates", "seeds") if (values := getattr(self, name))}
-        return part_of(config.groups, asked, config.groups[0])
+        return restrict_grid(config.groups, self.given("arms", "rates", "seeds"), config.groups[0])

@@ -12,7 +12,7 @@ import torch
 
 from efla.data import corpora
 from efla.evaluation.tasks import SOURCES, find_file, require_lm_eval
-from efla.experiments.experiment import Cell, Experiment, Report
+from efla.experiments.experiment import Cell, Experiment, Report, grid_cells
 from efla.experiments.lm.config import LmConfig
 from efla.experiments.lm.cost import Cost
 from efla.experiments.lm.measure import Subject, measure
@@ -32,16 +32,13 @@ class LanguageModels(Experiment[LmConfig]):
 
     def cells(self) -> list[Cell]:
         """Group by group, arms innermost, so that the first cells already compare them."""
-        found: dict[str, Cell] = {}
-        for group in self.config.groups:
-            for rate in group.rates:
-                for seed in group.seeds:
-                    for arm in group.arms:
-                        cell = Cell({"arm": arm, "rate": rate, "seed": seed})
-                        found.setdefault(cell.id, cell)
-        return list(found.values())
 
-    def at(self, output: Path) -> LanguageModels:
+        def settings(rate: float, seed: int, arm: str) -> Record:
+            return {"arm": arm, "rate": rate, "seed": seed}
+
+        return grid_cells(self.config.groups, ("rates", "seeds", "arms"), settings)
+
+    def with_output(self, output: Path) -> LanguageModels:
         return LanguageModels(replace(self.config, scratch=str((output / IN_PROGRESS).resolve())))
 
     def prepare(self) -> None:

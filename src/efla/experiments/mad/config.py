@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 from typing import Literal, NamedTuple
 
 from efla.errors import unknown_name
+from efla.experiments.experiment import Group
 from efla.experiments.mad.tasks import SEED, TASKS, Setting, baseline, changed, sweep
 from efla.runs.records import GRID
 
@@ -51,16 +52,6 @@ HARD = {
 }
 
 
-class Group(NamedTuple):
-    """A product of settings (``task/name``), arms, learning rates, weight decays and seeds; a grid is a list of groups."""
-
-    settings: tuple[str, ...]
-    arms: tuple[str, ...]
-    rates: tuple[float, ...]
-    decays: tuple[float, ...]
-    seeds: tuple[int, ...]
-
-
 @dataclass(frozen=True, kw_only=True)
 class MadConfig:
     """One table of protocol runs: train on a setting with one rate and weight decay, evaluate on its own test set."""
@@ -101,13 +92,7 @@ class MadConfig:
             for name in group.settings:
                 if name not in known:
                     raise unknown_name(f"setting of profile {self.profile}", name, known)
-            for arm in group.arms:
-                if arm not in ARMS:
-                    raise unknown_name("arm", arm, ARMS)
-            if any(rate <= 0 for rate in group.rates) or any(decay < 0 for decay in group.decays):
-                raise ValueError(
-                    f"learning rates must be positive and weight decays not negative, got {group.rates} and {group.decays}"
-                )
+            group.check(ARMS)
         if (self.steps is None) == (self.epochs is None):
             raise ValueError(f"give the budget as steps or as epochs, got steps={self.steps} and epochs={self.epochs}")
         numbers = {
@@ -189,7 +174,7 @@ def profile(name: str, *, folder: str | None = None, device: str = "cpu") -> Mad
         return MadConfig(
             profile=name, width=64, heads=2, batch=32, memorization_batch=16, steps=600, memorization_steps=400,
             evaluate_every=200, data=data, folder=folder, device=device,
-            groups=(Group(settings, PAIR, (1e-3,), (0.0,), (SEED,)),),
+            groups=(Group(PAIR, (1e-3,), (SEED,), settings=settings),),
         )  # fmt: skip
     if name == "full":
         baselines, hard = settings[:6], settings[6:]
@@ -199,13 +184,13 @@ def profile(name: str, *, folder: str | None = None, device: str = "cpu") -> Mad
             profile=name, batch=32, memorization_batch=32, steps=3_000, memorization_steps=1_600, evaluate_every=500,
             data=data, folder=folder, device=device,
             groups=(
-                Group(baselines, MAIN_ARMS, rates, (0.0,), (SEED,)),
-                Group(baselines, PAIR, rates, (0.0,), more_seeds),
-                Group(hard, MAIN_ARMS, rates, (0.0,), (SEED,)),
+                Group(MAIN_ARMS, rates, (SEED,), settings=baselines),
+                Group(PAIR, rates, more_seeds, settings=baselines),
+                Group(MAIN_ARMS, rates, (SEED,), settings=hard),
             ),
         )  # fmt: skip
     return MadConfig(
         profile=name, batch=128, memorization_batch=128, epochs=200, data=data, folder=folder, device=device,
         precision="bfloat16" if device.startswith("cuda") else "float32",
-        groups=(Group(settings, REFERENCE_ARMS, (1e-4, 5e-4, 1e-3), (0.0, 0.1), (SEED,)),),
+        groups=(Group(REFERENCE_ARMS, (1e-4, 5e-4, 1e-3), (SEED,), (0.0, 0.1), settings),),
     )  # fmt: skip

@@ -8,12 +8,12 @@ from typing import Any, Literal
 import torch
 
 from efla.errors import unknown_name
-from efla.experiments.groups import part_of
-from efla.experiments.mad.config import Group, MadConfig, Profile, profile, settings_of
+from efla.experiments.experiment import Group, Options, restrict_grid
+from efla.experiments.mad.config import MadConfig, Profile, profile, settings_of
 
 
 @dataclass(frozen=True, kw_only=True)
-class Mad:
+class Mad(Options):
     """MAD: six synthetic tasks (recall, copying, compression, memorisation), one small model per update rule."""
 
     profile: Profile = "quick"
@@ -71,10 +71,7 @@ class Mad:
             "schedule": self.schedule, "backend": self.backend, "bit_exact": self.bit_exact,
             "guarantee_probe": self.guarantee_probe, "gpu_share": self.gpu_share,
         }  # fmt: skip
-        if self.precision is not None:
-            changes["precision"] = self.precision
-        if self.heads is not None:
-            changes["heads"] = self.heads
+        changes |= self.given("precision", "heads")
         if self.steps is not None:
             changes |= {"steps": self.steps, "memorization_steps": None, "epochs": None}
         return replace(config, groups=self._groups(config), **changes)
@@ -82,11 +79,11 @@ class Mad:
     def _groups(self, config: MadConfig) -> tuple[Group, ...]:
         """The part of the profile's grid that was asked for."""
         known = settings_of(self.profile)
-        for kind, asked, there in (
+        for kind, chosen, there in (
             ("task", self.tasks, sorted({setting.task for setting in known.values()})),
             ("setting", self.settings, sorted({setting.name for setting in known.values()})),
         ):
-            for name in asked or ():
+            for name in chosen or ():
                 if name not in there:
                     raise unknown_name(kind, name, there)
 
@@ -96,8 +93,8 @@ class Mad:
                 self.settings is None or setting.name in self.settings
             )
 
-        choice = {name: values for name in ("arms", "rates", "decays", "seeds") if (values := getattr(self, name))}
+        asked = self.given("arms", "rates", "decays", "seeds")
         every = tuple(dict.fromkeys(name for group in config.groups for name in group.settings))
-        groups = part_of(config.groups, choice, config.groups[0]._replace(settings=every))
+        groups = restrict_grid(config.groups, asked, config.groups[0]._replace(settings=every))
         narrowed = (group._replace(settings=tuple(filter(wanted, group.settings))) for group in groups)
         return tuple(group for group in narrowed if group.settings)

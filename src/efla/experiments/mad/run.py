@@ -7,7 +7,7 @@ from functools import lru_cache
 
 import torch
 
-from efla.experiments.experiment import Cell, Experiment, Report
+from efla.experiments.experiment import Cell, Experiment, Report, grid_cells
 from efla.experiments.mad import tasks as mad
 from efla.experiments.mad.config import ARMS, MadConfig
 from efla.experiments.mad.model import build, parameter_count
@@ -26,26 +26,12 @@ class Mad(Experiment[MadConfig]):
 
     def cells(self) -> list[Cell]:
         """Group by group; inside one, settings outermost and arms innermost, so that arms are compared early."""
-        found: dict[str, Cell] = {}
-        for group in self.config.groups:
-            for setting in group.settings:
-                task, _, name = setting.partition("/")
-                for seed in group.seeds:
-                    for rate in group.rates:
-                        for decay in group.decays:
-                            for arm in group.arms:
-                                cell = Cell(
-                                    {
-                                        "task": task,
-                                        "setting": name,
-                                        "arm": arm,
-                                        "rate": rate,
-                                        "decay": decay,
-                                        "seed": seed,
-                                    }
-                                )
-                                found.setdefault(cell.id, cell)
-        return list(found.values())
+
+        def settings(setting: str, seed: int, rate: float, decay: float, arm: str) -> Record:
+            task, _, name = setting.partition("/")
+            return {"task": task, "setting": name, "arm": arm, "rate": rate, "decay": decay, "seed": seed}
+
+        return grid_cells(self.config.groups, ("settings", "seeds", "rates", "decays", "arms"), settings)
 
     def prepare(self) -> None:
         if self.config.data == "files":

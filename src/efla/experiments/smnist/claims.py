@@ -15,8 +15,8 @@ from efla.runs.statistics import (
     SEEN,
     Claim,
     claims_text,
-    compare,
     effect,
+    judge,
 )
 
 PAIRS = {
@@ -47,10 +47,10 @@ def _claim(rows: Sequence[Record], setting: Setting, kind: str, letter: str, sen
     theirs = select.kind_mean(rows, setting, other, kind)
     if ours.n == 0 or theirs.n == 0:
         return None
-    verdict = compare(ours, theirs)
+    verdict = judge(ours, theirs)
     levels, our_curve = select.level_curve(rows, setting, "exact-flow", kind)
     _, their_curve = select.level_curve(rows, setting, other, kind)
-    each = Counter(compare(a, b) for a, b in zip(our_curve[1:], their_curve[1:], strict=False))
+    each = Counter(judge(a, b) for a, b in zip(our_curve[1:], their_curve[1:], strict=False))
     difference = 100 * (ours.mean - theirs.mean)
     largest = 100 * max(ours.std, theirs.std)
     by = f"{difference:+.1f}" if verdict == NOT_JUDGED else f"{difference:+.1f} ± {largest:.1f}"

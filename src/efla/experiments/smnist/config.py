@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, get_args
 
 from efla.errors import unknown_name
+from efla.experiments.experiment import Group
 from efla.runs.records import GRID
 
 
@@ -69,15 +70,6 @@ QUICK_LEVELS: dict[str, tuple[float, ...]] = {
 }
 
 
-class Group(NamedTuple):
-    """A product of arms, rates and seeds on one block; a grid is a list of groups."""
-
-    block: str
-    arms: tuple[str, ...]
-    rates: tuple[float, ...]
-    seeds: tuple[int, ...]
-
-
 @dataclass(frozen=True, kw_only=True)
 class SmnistConfig:
     """One table of runs, arms x rates x seeds, that the robustness and the learning-rate experiment both read."""
@@ -117,16 +109,13 @@ class SmnistConfig:
     def __post_init__(self) -> None:
         object.__setattr__(self, "groups", tuple(Group(*group) for group in self.groups))
         for group in self.groups:
-            for arm in group.arms:
-                if arm not in ARMS:
-                    raise unknown_name("arm", arm, ARMS)
-            if group.block not in BLOCKS:
-                raise unknown_name("block", group.block, BLOCKS)
+            group.check(ARMS)
             gated = [arm for arm in group.arms if arm.startswith("gated")]
-            if group.block.startswith("authors") and gated:
-                raise ValueError(f"the block '{group.block}' has no gate: run {', '.join(gated)} on another block")
-            if any(rate <= 0 for rate in group.rates):
-                raise ValueError(f"learning rates must be positive, got {group.rates}")
+            for block in group.settings:
+                if block not in BLOCKS:
+                    raise unknown_name("block", block, BLOCKS)
+                if block.startswith("authors") and gated:
+                    raise ValueError(f"the block '{block}' has no gate: run {', '.join(gated)} on another block")
         if self.clean_on not in ("all", "test2k"):
             raise ValueError(f"clean_on must be 'all' or 'test2k', got {self.clean_on!r}")
         if self.perturbed_on not in ("all", "test2k", "published"):
@@ -156,6 +145,10 @@ class SmnistConfig:
         return "all" if block == "authors" and arm in AUTHORS_ARMS and rate in AUTHORS_RATES else "test2k"
 
 
+def _group(block: str, arms: tuple[str, ...], rates: tuple[float, ...], seeds: tuple[int, ...]) -> Group:
+    return Group(arms, rates, seeds, settings=(block,))
+
+
 Profile = Literal["quick", "full", "paper", "authors", "authors-changes"]
 
 
@@ -165,35 +158,35 @@ def profile(name: str, *, dataset: str, folder: str | None = None, train_images:
         return SmnistConfig(
             length=196, steps=200, dataset=dataset, folder=folder, clean_on="test2k", perturbed_on="test2k",
             dropout_levels=QUICK_LEVELS["dropout"], scale_levels=QUICK_LEVELS["scale"], noise_levels=QUICK_LEVELS["noise"],
-            groups=(Group("bare", MAIN_ARMS, (3e-3, 1e-3), (0,)),),
+            groups=(_group("bare", MAIN_ARMS, (3e-3, 1e-3), (0,)),),
         )  # fmt: skip
     if name == "full":
         seeds = (0, 1, 2)
         return SmnistConfig(
             length=784, steps=400, dataset=dataset, folder=folder, clean_on="all", perturbed_on="test2k", accuracy_every=100,
             groups=(
-                Group("bare", MAIN_ARMS, (3e-3, 1e-3, 1e-4, 3e-4, 1e-2), seeds),
-                Group("prenorm", MAIN_ARMS, (3e-3,), (0,)),
-                Group("residual", MAIN_ARMS, (3e-3,), seeds),
-                Group("bare", EXTENSION_ARMS, (3e-3,), seeds),
+                _group("bare", MAIN_ARMS, (3e-3, 1e-3, 1e-4, 3e-4, 1e-2), seeds),
+                _group("prenorm", MAIN_ARMS, (3e-3,), (0,)),
+                _group("residual", MAIN_ARMS, (3e-3,), seeds),
+                _group("bare", EXTENSION_ARMS, (3e-3,), seeds),
             ),
         )  # fmt: skip
     if name == "paper":
         return SmnistConfig(
             length=784, steps=10 * (train_images // 128), dataset=dataset, folder=folder, clean_on="all", perturbed_on="all",
             perturbed_rates=RATES, accuracy_every=469,
-            groups=(Group("bare", (*MAIN_ARMS, "implicit-euler", "exact-flow-l2"), RATES, (0, 1, 2, 3, 4)),),
+            groups=(_group("bare", (*MAIN_ARMS, "implicit-euler", "exact-flow-l2"), RATES, (0, 1, 2, 3, 4)),),
         )  # fmt: skip
     if name in ("authors", "authors-changes"):
         grids: dict[str, tuple[Group, ...]] = {
             "authors": (
-                Group("authors", AUTHORS_ARMS, AUTHORS_RATES, AUTHORS_SEEDS[:5]),
-                Group("authors", AUTHORS_ARMS, AUTHORS_RATES, AUTHORS_SEEDS[5:]),
-                Group("authors", ("delta-raw", "implicit-euler", "crank-nicolson"), AUTHORS_RATES, AUTHORS_SEEDS[:3]),
+                _group("authors", AUTHORS_ARMS, AUTHORS_RATES, AUTHORS_SEEDS[:5]),
+                _group("authors", AUTHORS_ARMS, AUTHORS_RATES, AUTHORS_SEEDS[5:]),
+                _group("authors", ("delta-raw", "implicit-euler", "crank-nicolson"), AUTHORS_RATES, AUTHORS_SEEDS[:3]),
             ),
             "authors-changes": (
-                *(Group(block, AUTHORS_ARMS, (3e-3,), AUTHORS_SEEDS[:3]) for block in list(AUTHORS_CHANGES)[:-1]),
-                Group("authors-clamped", ("exact-flow",), (3e-3,), (44,)),
+                *(_group(block, AUTHORS_ARMS, (3e-3,), AUTHORS_SEEDS[:3]) for block in list(AUTHORS_CHANGES)[:-1]),
+                _group("authors-clamped", ("exact-flow",), (3e-3,), (44,)),
             ),
         }
         return SmnistConfig(

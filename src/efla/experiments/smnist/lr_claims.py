@@ -17,8 +17,8 @@ from efla.runs.statistics import (
     Claim,
     Spread,
     claims_text,
-    compare,
     effect,
+    judge,
 )
 
 _SMALLEST, _LARGE, _LARGEST = 1e-4, 3e-3, 1e-2
@@ -50,7 +50,7 @@ def _at_the_smallest_rate(rows: Sequence[Record], block: str, other: str, pair: 
         f"final training loss {our_loss.text(1, 3)} against {their_loss.text(1, 3)}; {_seeds(ours, theirs)}"
     )
     sentence = "At rate 1e-4 both have a high training loss, yet EFLA is clearly more accurate"
-    return Claim("c", sentence, pair, compare(ours, theirs), numbers, effect(ours, theirs))
+    return Claim("c", sentence, pair, judge(ours, theirs), numbers, effect(ours, theirs))
 
 
 def _as_the_rate_grows(rows: Sequence[Record], block: str, other: str, pair: str, rates: Sequence[float]) -> Claim:
@@ -62,7 +62,7 @@ def _as_the_rate_grows(rows: Sequence[Record], block: str, other: str, pair: str
         values = {}
         for field, lower in (("final_loss", True), ("clean_accuracy", False)):
             ours, theirs = (select.run_spread(rows, Setting(block, rate), arm, field) for arm in ("exact-flow", other))
-            each[field, compare(ours, theirs, lower_is_better=lower)] += 1
+            each[field, judge(ours, theirs, lower_is_better=lower)] += 1
             values[field] = (ours, theirs)
             smallest_n = min(smallest_n, ours.n, theirs.n)
         (a, b), (c, d) = values["final_loss"], values["clean_accuracy"]
@@ -85,7 +85,7 @@ def _at_the_largest_rate(rows: Sequence[Record], block: str, other: str, pair: s
         arm: {rate: select.run_spread(rows, Setting(block, rate), arm, "clean_accuracy") for rate in rates}
         for arm in ("exact-flow", other)
     }
-    gains = {arm: compare(curve[_LARGEST], curve[_LARGE]) == SEEN for arm, curve in curves.items()}
+    gains = {arm: judge(curve[_LARGEST], curve[_LARGE]) == SEEN for arm, curve in curves.items()}
     best = {arm: max(curve, key=lambda rate: curve[rate].mean) for arm, curve in curves.items()}
     smallest = min(point.n for curve in curves.values() for point in curve.values())
     if smallest < 2:

@@ -5,12 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from efla.experiments.experiment import Group, Options
 from efla.experiments.smnist import data as smnist
-from efla.experiments.smnist.config import RATES, Group, Profile, SmnistConfig, profile
+from efla.experiments.smnist.config import RATES, Profile, SmnistConfig, profile
 
 
 @dataclass(frozen=True, kw_only=True)
-class Smnist:
+class Smnist(Options):
     """Sequential MNIST under pixel dropout, intensity scaling and noise."""
 
     profile: Profile = "quick"
@@ -41,27 +42,26 @@ class Smnist:
     backend: str = "auto"
     """Backend of the scan, see `efla doctor`."""
 
+    @classmethod
+    def for_all(cls, profile: Profile, data: str | None) -> Smnist:
+        return cls(profile=profile, data=data)
+
     def config(self) -> SmnistConfig:
-        """The resolved config."""
         source, folder = smnist.choose_source(self.data, self.download)
         in_passes = self.profile not in ("quick", "full")
         count = len(smnist.load(source, folder).train) if in_passes else 60_000
         config = profile(self.profile, dataset=source, folder=folder, train_images=count)
-        changes = {
-            name: getattr(self, name) for name in ("steps", "length", "train_images") if getattr(self, name) is not None
-        }
+        changes = self.given("steps", "length", "train_images")
         return replace(config, backend=self.backend, readout=self.readout, groups=self._groups(config), **changes)
 
     def _groups(self, config: SmnistConfig) -> tuple[Group, ...]:
         """The profile's groups, or if arms, rates, seeds or blocks are given, one product of them with its first group's."""
-        if all(choice is None for choice in (self.arms, self.rates, self.seeds, self.blocks)):
+        if not self.given("arms", "rates", "seeds", "blocks"):
             return config.groups
         first = config.groups[0]
-        blocks = self.blocks if self.blocks is not None else (first.block,)
-        return tuple(
-            Group(block, self.arms or first.arms, self.rates or first.rates, self.seeds or first.seeds)
-            for block in blocks
-        )
+        blocks = self.blocks if self.blocks is not None else first.settings
+        asked = (self.arms or first.arms, self.rates or first.rates, self.seeds or first.seeds)
+        return tuple(Group(*asked, settings=(block,)) for block in blocks)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,7 +70,7 @@ class Lr(Smnist):
 
     def config(self) -> SmnistConfig:
         config = super().config()
-        bare = tuple(group for group in config.groups if group.block == "bare")[:1] or config.groups[:1]
+        bare = tuple(group for group in config.groups if "bare" in group.settings)[:1] or config.groups[:1]
         if self.rates is None:
             bare = tuple(group._replace(rates=RATES) for group in bare)
         return replace(config, groups=bare)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache
+from pathlib import Path
 
 import torch
 
-from efla.experiments.experiment import Cell, Experiment, Report
+from efla.experiments.experiment import Cell, Experiment, Report, grid_cells
 from efla.experiments.smnist import data as smnist
+from efla.experiments.smnist import lr_claims
 from efla.experiments.smnist.config import SmnistConfig
 from efla.experiments.smnist.model import AuthorsClassifier, Model, build, parameter_count
 from efla.experiments.smnist.perturb import perturb
@@ -29,14 +32,11 @@ class SmnistRobustness(Experiment[SmnistConfig]):
 
     def cells(self) -> list[Cell]:
         """Rates outermost and seeds in the middle, so that the first cells already compare all arms."""
-        found: dict[str, Cell] = {}
-        for group in self.config.groups:
-            for rate in group.rates:
-                for seed in group.seeds:
-                    for arm in group.arms:
-                        cell = Cell({"block": group.block, "arm": arm, "rate": rate, "seed": seed})
-                        found.setdefault(cell.id, cell)
-        return list(found.values())
+
+        def settings(block: str, rate: float, seed: int, arm: str) -> Record:
+            return {"block": block, "arm": arm, "rate": rate, "seed": seed}
+
+        return grid_cells(self.config.groups, ("settings", "rates", "seeds", "arms"), settings)
 
     def prepare(self) -> None:
         data = smnist.load(self.config.dataset, self.config.folder)
@@ -116,5 +116,13 @@ class LearningRateRobustness(SmnistRobustness):
 
     name = "lr"
     title = "Learning-rate robustness"
-    claims_module = "lr_claims"
-    plot_module = "lr_plot"
+
+    @classmethod
+    def plot(cls, rows: Sequence[Record], folder: Path) -> list[Path]:
+        from efla.experiments.smnist import lr_plot
+
+        return lr_plot.plot(rows, folder)
+
+    @classmethod
+    def text_summary(cls, rows: Sequence[Record]) -> str:
+        return lr_claims.text_summary(rows)

@@ -7,6 +7,7 @@ from typing import Literal
 
 import torch
 
+from efla.experiments.experiment import Options
 from efla.experiments.throughput.config import ARMS, Profile, Size, ThroughputConfig, settings_of
 
 # Profile on a CPU or a GPU: size, tokens a step, lengths, rounds.
@@ -18,7 +19,7 @@ _GPU = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Throughput:
+class Throughput(Options):
     """Training tokens per second of every arm over lengths and batches; nothing else should run meanwhile."""
 
     profile: Profile = "quick"
