@@ -11,8 +11,8 @@ import tyro
 from efla.cli.report import report
 from efla.cli.reproduce import reproduce
 from efla.experiments import registry
+from efla.experiments.smnist.config import LrOptions, SmnistOptions
 from efla.experiments.smnist.data import choose_source
-from efla.experiments.smnist.options import Lr, Smnist
 from efla.experiments.smnist.run import SmnistRobustness
 from efla.runs.rows import read_rows
 from tests.fresh import run_fresh
@@ -41,14 +41,15 @@ def test_exactness_runs_draws_and_prints_its_table_and_then_makes_a_report(
 def test_options_replace_the_profiles_grid_and_leave_its_protocol_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("EFLA_DATA", raising=False)
     chosen = tyro.cli(
-        Smnist, args=["--arms", "exact-flow", "rk4", "--rates", "1e-3", "--seeds", "0", "1", "--blocks", "residual"]
+        SmnistOptions,
+        args=["--arms", "exact-flow", "rk4", "--rates", "1e-3", "--seeds", "0", "1", "--blocks", "residual"],
     )
-    config, profile = chosen.config(), Smnist().config()
+    config, profile = chosen.config(), SmnistOptions().config()
     cells = SmnistRobustness(config).cells()
     assert cells[0].id == "block=residual arm=exact-flow rate=0.001 seed=0"
     assert len(cells) == 4
     assert SmnistRobustness(config).protocol() == SmnistRobustness(profile).protocol()
-    longer = Smnist(steps=7).config()
+    longer = SmnistOptions(steps=7).config()
     assert SmnistRobustness(longer).protocol()["steps"] == 7
 
 
@@ -59,8 +60,8 @@ def test_the_learning_rate_experiment_asks_for_all_five_rates_of_the_same_cells(
     lr, smnist = (registry.get(name) for name in ("lr", "smnist"))
     assert lr.folder_name() == smnist.folder_name()
     for profile, count in (("quick", 15), ("full", 45)):
-        ours = lr(Lr(profile=profile).config())  # type: ignore[arg-type]
-        theirs = smnist(Smnist(profile=profile).config())  # type: ignore[arg-type]
+        ours = lr(LrOptions(profile=profile).config())  # type: ignore[arg-type]
+        theirs = smnist(SmnistOptions(profile=profile).config())  # type: ignore[arg-type]
         assert ours.protocol() == theirs.protocol()
         assert len(ours.cells()) == count
         shared = {cell.id for cell in ours.cells()} & {cell.id for cell in theirs.cells()}

@@ -13,7 +13,7 @@ from efla.experiments.exactness.options import Exactness
 from efla.experiments.exactness.run import Exactness as ExactnessRun
 from efla.experiments.experiment import Cell, Report
 from efla.experiments.lm.options import Lm
-from efla.experiments.smnist.options import Smnist
+from efla.experiments.smnist.config import SmnistOptions
 from efla.experiments.throughput.options import Throughput
 from efla.runs.records import Record
 
@@ -60,7 +60,7 @@ def test_one_report_of_what_ran_and_a_word_on_what_did_not(
         "options",
         lambda self: [
             Exactness(rules=("delta", "efla")),
-            Smnist(data=str(tmp_path / "nowhere")),
+            SmnistOptions(data=str(tmp_path / "nowhere")),
             Throughput(tokens=32, lengths=(16, 32), rounds=2, arms=("delta-l2", "exact-flow"), device="cpu"),
         ],
     )

@@ -12,8 +12,8 @@ import pytest
 from efla.report.page import build
 from efla.runs.chart import Chart, Point, Series, render
 from efla.runs.rows import ROWS, append_rows
+from tests.experiments.smnist.test_claims import made_up_rows
 from tests.report.pages import numbers_are_finite
-from tests.runs.test_statistics import made_up_rows
 
 pytest.importorskip("jinja2")
 

@@ -13,8 +13,8 @@ from efla.experiments.experiment import Experiment, Options
 _EXPERIMENTS = {
     "exactness": ("efla.experiments.exactness", "run:Exactness", "options:Exactness"),
     "throughput": ("efla.experiments.throughput", "run:Throughput", "options:Throughput"),
-    "smnist": ("efla.experiments.smnist", "run:SmnistRobustness", "options:Smnist"),
-    "lr": ("efla.experiments.smnist", "run:LearningRateRobustness", "options:Lr"),
+    "smnist": ("efla.experiments.smnist", "run:SmnistRobustness", "config:SmnistOptions"),
+    "lr": ("efla.experiments.smnist", "run:LearningRateRobustness", "config:LrOptions"),
     "mad": ("efla.experiments.mad", "run:Mad", "options:Mad"),
     "lm": ("efla.experiments.lm", "run:LanguageModels", "options:Lm"),
 }

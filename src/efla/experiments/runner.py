@@ -1,4 +1,4 @@
-"""Running the cells of an experiment that an output folder does not hold yet."""
+"""Run the cells of an experiment that an output folder does not have yet."""
 
 from __future__ import annotations
 
@@ -11,9 +11,8 @@ from rich.console import Console
 
 from efla.errors import unknown_name
 from efla.experiments.display import Display, clock
+from efla.experiments.executors import Emit, run_in_processes, run_inline, run_on_ray
 from efla.experiments.experiment import Cell, Event, Experiment
-from efla.experiments.processes import Emit, run_in_processes, run_inline
-from efla.experiments.ray_cluster import run_on_ray
 from efla.runs.folder import RunFolder
 
 EXECUTORS = ("inline", "process", "ray")
@@ -21,7 +20,7 @@ EXECUTORS = ("inline", "process", "ray")
 
 @dataclass(frozen=True)
 class RunSummary:
-    """How many cells were run now, how many were there already, and how many damaged lines were set aside."""
+    """How many cells ran, how many were finished before, and how many damaged lines were set aside."""
 
     ran: int
     skipped: int
@@ -37,10 +36,10 @@ def run(
     threads: int = 1,
     console: Console | None = None,
 ) -> RunSummary:
-    """Run every cell of the grid that ``output`` does not hold; each is written as soon as it is finished.
+    """Run every cell of the grid that ``output`` does not have. Each cell is saved when it finishes.
 
-    A cell that fails does not stop the others; at the end the failures are raised as one error. Ctrl-C ends the workers
-    and loses the cells in progress only: the same command continues.
+    A cell that fails does not stop the others; all failures are raised as one error at the end. Ctrl-C stops the workers
+    and loses only the cells in progress; the same command resumes.
     """
     if executor not in EXECUTORS:
         raise unknown_name("executor", executor, EXECUTORS)
@@ -99,7 +98,7 @@ def run(
 def _expected(
     experiment: Experiment[Any], cells: Sequence[Cell], workers: int, threads: int, console: Console
 ) -> dict[str, float] | None:
-    """Seconds per cell by id, if the experiment can tell; says how long all of them will take."""
+    """Seconds per cell by id, if the experiment can estimate them; prints the total."""
     seconds = experiment.expected_seconds(cells, threads)
     if seconds is None:
         return None

@@ -1,6 +1,6 @@
-"""A worker process: cells come in as JSON lines, progress and rows go out as JSON lines. It ends when its parent does.
+"""A worker process: reads cells as JSON lines, writes progress and rows as JSON lines. It ends when its parent does.
 
-Started as ``python -m efla.experiments.worker`` by :mod:`efla.experiments.processes`.
+:mod:`efla.experiments.executors` starts it as ``python -m efla.experiments.worker``.
 """
 
 from __future__ import annotations
@@ -14,10 +14,9 @@ import time
 import traceback
 from typing import IO
 
-from efla.experiments import registry
-from efla.experiments.experiment import Cell, execute
+from efla.experiments.executors import run_task
 from efla.native import keep_freed_memory
-from efla.runs.records import Record, dumps, from_record
+from efla.runs.records import Record, dumps
 
 _SECONDS_BETWEEN_REPORTS = 0.2
 
@@ -25,7 +24,7 @@ _SECONDS_BETWEEN_REPORTS = 0.2
 def main() -> None:
     keep_freed_memory()
     out = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(2, 1)  # whatever a library prints must not get between the messages
+    os.dup2(2, 1)  # keeps libraries' output out of the messages
     tasks: queue.Queue[Record] = queue.Queue()
     threading.Thread(target=_listen, args=(sys.stdin, tasks), daemon=True).start()
     while True:
@@ -35,7 +34,7 @@ def main() -> None:
 def _listen(stream: IO[str], tasks: queue.Queue[Record]) -> None:
     for line in stream:
         tasks.put(json.loads(line))
-    os._exit(0)  # the parent closed the pipe or died, possibly in the middle of a cell: nobody wants its rows any more
+    os._exit(0)  # the parent closed the pipe or died, possibly in the middle of a cell; its rows are not needed
 
 
 def _work(task: Record, out: IO[str]) -> None:
@@ -49,9 +48,7 @@ def _work(task: Record, out: IO[str]) -> None:
             _send(out, {"kind": "progress", "fraction": fraction, "values": values})
 
     try:
-        cls = registry.get(task["experiment"])
-        experiment = cls(from_record(cls.config_class, task["config"]))
-        rows = execute(experiment, Cell(task["cell"]), report, task["threads"])
+        rows = run_task(task, report)
     except Exception:
         _send(out, {"kind": "failed", "message": traceback.format_exc()})
     else:

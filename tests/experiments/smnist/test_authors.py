@@ -23,8 +23,7 @@ from efla.experiments.smnist.config import (
 )
 from efla.experiments.smnist.data import Images, Mnist
 from efla.experiments.smnist.model import AuthorsClassifier, build
-from efla.experiments.smnist.run import SmnistRobustness
-from efla.experiments.smnist.train import Data, batches, step_distribution, train
+from efla.experiments.smnist.run import Data, SmnistRobustness, batches, step_distribution, train
 
 AUTHORS = profile("authors", dataset="idx")
 SMALL = dataclasses.replace(AUTHORS, length=196)

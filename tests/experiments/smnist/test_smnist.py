@@ -24,9 +24,7 @@ from efla.experiments.smnist.config import (
 )
 from efla.experiments.smnist.data import Images, Mnist
 from efla.experiments.smnist.model import Classifier, build, parameter_count
-from efla.experiments.smnist.perturb import perturb
-from efla.experiments.smnist.run import SmnistRobustness
-from efla.experiments.smnist.train import Data, batch_indices, evaluate, train
+from efla.experiments.smnist.run import Data, SmnistRobustness, batch_indices, evaluate, perturb, train
 from efla.runs.records import Record
 from efla.runs.rows import read_rows
 from tests.experiments.smnist.test_data import write_idx

@@ -113,8 +113,8 @@ class Mixer(nn.Module):
         return y
 
 
-class SwiGLU(nn.Module):
-    """W2 (silu(W1 x) * W3 x) of inner width 176."""
+class SmnistSwiGLU(nn.Module):
+    """W2 (silu(W1 x) * W3 x) of inner width 176. In plain torch: :class:`efla.layers.SwiGLU` rounds differently."""
 
     def __init__(self, width: int, inner: int = 176) -> None:
         super().__init__()
@@ -140,7 +140,7 @@ class Block(nn.Module):
         self.kind = block
         self.mixer = Mixer(config, arm, probe, conv=not plain, norm=not plain)
         if block == "prenorm":
-            self.norm1, self.norm2, self.mlp = RMSNorm(D), RMSNorm(D), SwiGLU(D)
+            self.norm1, self.norm2, self.mlp = RMSNorm(D), RMSNorm(D), SmnistSwiGLU(D)
         elif block == "residual":
             self.layer_norm = nn.LayerNorm(D)
 

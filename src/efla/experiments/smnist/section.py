@@ -5,17 +5,24 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from efla.experiments.smnist import claims as smnist_claims
-from efla.experiments.smnist import lr_claims, select
-from efla.experiments.smnist.config import MAIN_ARMS
-from efla.experiments.smnist.lr_plot import accuracy_floor
-from efla.experiments.smnist.plot import PANELS
-from efla.experiments.smnist.select import Setting
-from efla.experiments.smnist.train import CHANCE_LOSS
+from efla.experiments.smnist.claims import (
+    Condition,
+    arms_of,
+    conditions_of,
+    corruption_claims,
+    kind_mean,
+    levels_of,
+    loss_curve,
+    rate_claims,
+    rates_of,
+    runs_of,
+)
+from efla.experiments.smnist.config import CHANCE_LOSS, MAIN_ARMS
+from efla.experiments.smnist.plot import PANELS, accuracy_floor
 from efla.runs.chart import Chart, Series, tidy
 from efla.runs.records import Record, number
 from efla.runs.sections import Figure, Section, Table, budget, points, settings_table
-from efla.runs.statistics import Spread
+from efla.runs.statistics import Rows, Spread
 from efla.runs.style import ARMS
 
 _NOTE = "Mean over seeds; the band is ± one standard deviation (no band: one seed)."
@@ -24,27 +31,25 @@ _NOTE = "Mean over seeds; the band is ± one standard deviation (no band: one se
 def sections(rows: Sequence[Record], source: str) -> list[Section]:
     """Corruption if any run was tested on it, learning rates if there are at least two."""
     found = []
-    if select.settings_of(rows):
+    if conditions_of(rows):
         found.append(_corruption(rows, source))
-    if len(select.rates_of(rows)) > 1:
+    if len(rates_of(rows)) > 1:
         found.append(_rates(rows, source))
     return found or [_corruption(rows, source)]
 
 
 def _corruption(rows: Sequence[Record], source: str) -> Section:
-    cells, figures, tables = select.runs(rows), [], []
-    for setting in select.settings_of(rows):
-        arms = select.arms_of(
-            [row for row in rows if row.get("row") == "level" and (row["block"], row["rate"]) == setting]
-        )
+    cells, figures, tables = Rows(rows).cells(), [], []
+    for at in conditions_of(rows):
+        arms = arms_of(Rows(rows).where(row="level", **at._asdict()))
         main = [arm for arm in arms if arm in MAIN_ARMS]
-        name = f"{setting.block} block, rate {setting.rate:g}"
+        name = f"{at.block} block, rate {at.rate:g}"
         if main:
-            figures.append(_figure(rows, setting, main, name))
+            figures.append(_figure(rows, at, main, name))
         if set(arms) - set(main):
-            figures.append(_figure(rows, setting, arms, f"{name}, all arms (the other integrators are our extension)"))
-        tables += [_levels_table(rows, setting, arms, kind, name) for kind in PANELS]
-        tables.append(_step_sizes(rows, setting, arms, name))
+            figures.append(_figure(rows, at, arms, f"{name}, all arms (the other integrators are our extension)"))
+        tables += [_levels_table(rows, at, arms, kind, name) for kind in PANELS]
+        tables.append(_step_sizes(rows, at, arms, name))
     tables.append(_runs_table(cells))
     return Section(
         key="smnist",
@@ -54,7 +59,7 @@ def _corruption(rows: Sequence[Record], source: str) -> Section:
             "One recurrent layer reads an image pixel by pixel. It is trained on clean images; test images are dropped out, "
             "brightened or made noisy. The arms have equal parameters, initial weights and data order."
         ),
-        claims=smnist_claims.claims(rows),
+        claims=corruption_claims(rows),
         figures=figures,
         tables=tables,
         settings=settings_table(cells),
@@ -65,9 +70,9 @@ def _corruption(rows: Sequence[Record], source: str) -> Section:
 
 
 def _rates(rows: Sequence[Record], source: str) -> Section:
-    cells = [row for row in select.runs(rows) if row["block"] == "bare"]
-    rates = select.rates_of(rows)
-    arms = [arm for arm in select.arms_of(cells) if arm in MAIN_ARMS]
+    cells = Rows(rows).cells().where(block="bare")
+    rates = rates_of(rows)
+    arms = [arm for arm in arms_of(cells) if arm in MAIN_ARMS]
     legend = [_series(arm, [], []) for arm in arms]
     against = []
     for field, title, label, unit, digits, y_range in (
@@ -83,7 +88,7 @@ def _rates(rows: Sequence[Record], source: str) -> Section:
     ):
         drawn = []
         for arm in arms:
-            curve = [select.run_spread(rows, Setting("bare", rate), arm, field) for rate in rates]
+            curve = [runs_of(rows, Condition("bare", rate), arm).spread(field) for rate in rates]
             kept = [(rate, value) for rate, value in zip(rates, curve, strict=True) if value.n]
             drawn.append(_series(arm, [rate for rate, _ in kept], [value for _, value in kept], unit, digits))
         crosses = (
@@ -94,7 +99,7 @@ def _rates(rows: Sequence[Record], source: str) -> Section:
         against.append(Chart(title, "learning rate", label, drawn, y_range, log_x=True, x_ticks=rates, crosses=crosses))
     curves = [
         Chart(f"Training at rate {rate:g}", "step", "training loss",
-              [_series(arm, *select.loss_curve(rows, Setting("bare", rate), arm), 1.0, 3) for arm in arms], (0, 2.5))
+              [_series(arm, *loss_curve(rows, Condition("bare", rate), arm), 1.0, 3) for arm in arms], (0, 2.5))
         for rate in rates
     ]  # fmt: skip
     table = Table(
@@ -102,10 +107,10 @@ def _rates(rows: Sequence[Record], source: str) -> Section:
         ["arm", "rate", "seeds", "final training loss", "clean accuracy, %", "diverged"],
         [
             [arm, f"{rate:g}", str(loss.n), loss.text(1, 3), accuracy.text(100), _diverged(cells, arm, rate)]
-            for arm in select.arms_of(cells)
+            for arm in arms_of(cells)
             for rate in rates
-            if (loss := select.run_spread(cells, Setting("bare", rate), arm, "final_loss")).n
-            and (accuracy := select.run_spread(cells, Setting("bare", rate), arm, "clean_accuracy")).n
+            if (loss := runs_of(cells, Condition("bare", rate), arm).spread("final_loss")).n
+            and (accuracy := runs_of(cells, Condition("bare", rate), arm).spread("clean_accuracy")).n
         ],
     )
     return Section(
@@ -113,7 +118,7 @@ def _rates(rows: Sequence[Record], source: str) -> Section:
         title="Learning-rate robustness",
         source=source,
         intro="The same runs against the learning rate: final training loss and clean test accuracy of each arm.",
-        claims=lr_claims.claims(rows),
+        claims=rate_claims(rows),
         figures=[
             Figure("Loss and accuracy against the rate", _NOTE, against, legend),
             Figure("Training curves", _NOTE, curves, legend),
@@ -126,15 +131,15 @@ def _rates(rows: Sequence[Record], source: str) -> Section:
     )
 
 
-def _figure(rows: Sequence[Record], setting: Setting, arms: Sequence[str], name: str) -> Figure:
+def _figure(rows: Sequence[Record], at: Condition, arms: Sequence[str], name: str) -> Figure:
     charts = []
     for kind, label in PANELS.items():
-        drawn = [_series(arm, *select.level_curve(rows, setting, arm, kind), 100.0) for arm in arms]
+        drawn = [_series(arm, *levels_of(rows, at, arm, kind).curve("level", "accuracy"), 100.0) for arm in arms]
         ticks = [1, 2, 4, 8, 16] if kind == "scale" else None
         charts.append(
             Chart(kind.capitalize(), label, "accuracy, %", drawn, (0, 100), log_x=kind == "scale", x_ticks=ticks)
         )
-    drawn = [_series(arm, *select.loss_curve(rows, setting, arm), 1.0, 3) for arm in arms]
+    drawn = [_series(arm, *loss_curve(rows, at, arm), 1.0, 3) for arm in arms]
     charts.append(Chart("Training", "step", "loss (window of 20 steps)", drawn, (0, 2.5)))
     return Figure(name[0].upper() + name[1:], _NOTE, charts, [_series(arm, [], []) for arm in arms])
 
@@ -144,13 +149,14 @@ def _series(arm: str, x: Sequence[float], curve: Sequence[Spread], unit: float =
     return Series(arm, line.label, points(x, curve, unit, digits), line.dash, line.width)
 
 
-def _levels_table(rows: Sequence[Record], setting: Setting, arms: Sequence[str], kind: str, name: str) -> Table:
-    levels, _ = select.level_curve(rows, setting, arms[0], kind)
+def _levels_table(rows: Sequence[Record], at: Condition, arms: Sequence[str], kind: str, name: str) -> Table:
+    levels = levels_of(rows, at, arms[0], kind).values("level")
     lines = []
     for arm in arms:
-        _, curve = select.level_curve(rows, setting, arm, kind)
-        _, kept = select.level_curve(rows, setting, arm, kind, "retention")
-        mean = select.kind_mean(rows, setting, arm, kind)
+        mine = levels_of(rows, at, arm, kind)
+        _, curve = mine.curve("level", "accuracy")
+        _, kept = mine.curve("level", "retention")
+        mean = kind_mean(rows, at, arm, kind)
         lines.append([arm, *(point.text(100) for point in curve), mean.text(100)])
         lines.append([f"{arm}, of clean", *(point.text(100) for point in kept), ""])
     return Table(
@@ -161,8 +167,8 @@ def _levels_table(rows: Sequence[Record], setting: Setting, arms: Sequence[str],
     )
 
 
-def _step_sizes(rows: Sequence[Record], setting: Setting, arms: Sequence[str], name: str) -> Table:
-    levels, _ = select.level_curve(rows, setting, arms[0], "scale")
+def _step_sizes(rows: Sequence[Record], at: Condition, arms: Sequence[str], name: str) -> Table:
+    levels = levels_of(rows, at, arms[0], "scale").values("level")
     lines = []
     for arm in arms:
         for field, label in (
@@ -170,7 +176,7 @@ def _step_sizes(rows: Sequence[Record], setting: Setting, arms: Sequence[str], n
             ("largest_step_size", "largest βλ"),
             ("nonfinite", "non-finite rows, %"),
         ):
-            _, curve = select.level_curve(rows, setting, arm, "scale", field)
+            _, curve = levels_of(rows, at, arm, "scale").curve("level", field)
             unit = 100 if field == "nonfinite" else 1
             lines.append(
                 [

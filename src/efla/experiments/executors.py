@@ -1,4 +1,4 @@
-"""Running cells in this process or in worker processes; each calls ``emit`` with what happens."""
+"""Run cells in this process, in worker processes or on a Ray cluster. Each executor calls ``emit`` for every event."""
 
 from __future__ import annotations
 
@@ -15,8 +15,10 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import IO, Any
 
+from efla.experiments import registry
 from efla.experiments.experiment import Cell, Event, Experiment, Report, execute
-from efla.runs.records import Record, dumps, to_record
+from efla.native import keep_freed_memory
+from efla.runs.records import Record, dumps, from_record, to_record
 
 Emit = Callable[[Event], None]
 
@@ -40,10 +42,27 @@ def _reporter(cell: Cell, emit: Emit) -> Report:
     return report
 
 
+def task_of(experiment: Experiment[Any], cell: Cell, threads: int) -> Record:
+    """A cell of an experiment as a JSON record for another process."""
+    return {
+        "experiment": experiment.name,
+        "config": to_record(experiment.config),
+        "cell": cell.settings,
+        "threads": threads,
+    }
+
+
+def run_task(task: Record, report: Report) -> list[Record]:
+    """Run the cell of a record made by :func:`task_of`; returns its rows."""
+    cls = registry.get(task["experiment"])
+    experiment = cls(from_record(cls.config_class, task["config"]))
+    return execute(experiment, Cell(task["cell"]), report, task["threads"])
+
+
 def run_in_processes(
     experiment: Experiment[Any], cells: Sequence[Cell], workers: int, threads: int, emit: Emit
 ) -> None:
-    """Run the cells in worker processes of their own; a worker that dies fails its cell only."""
+    """Run the cells in worker processes. If a worker dies, only its cell fails."""
     waiting = deque(cells)
     messages: queue.Queue[tuple[_Worker, Record | None]] = queue.Queue()
     running: dict[_Worker, Cell] = {}
@@ -62,7 +81,7 @@ def run_in_processes(
                 emit(Event("progress", cell, message["fraction"], message["values"]))
                 continue
             if message is None:  # the worker died
-                text = worker.obituary()
+                text = worker.exit_message()
                 worker.stop()
                 pool.remove(worker)
                 emit(Event("failed", cell, message=text))
@@ -81,7 +100,7 @@ def run_in_processes(
 
 
 class _Worker:
-    """One worker process and the thread that listens to it."""
+    """A worker process and the thread that reads its messages."""
 
     def __init__(self, threads: int, messages: queue.Queue[tuple[_Worker, Record | None]]) -> None:
         self.threads = threads
@@ -95,14 +114,14 @@ class _Worker:
             text=True,
             encoding="utf-8",
             env=os.environ | {"OMP_NUM_THREADS": one, "MKL_NUM_THREADS": one},
-            start_new_session=True,  # Ctrl-C reaches the parent, which then ends its workers
+            start_new_session=True,  # Ctrl-C reaches the parent only, which then stops its workers
         )
         self._listener = threading.Thread(target=self._listen, args=(messages,), daemon=True)
         self._listener.start()
 
     def send(self, task: Record) -> None:
         assert self._process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):  # the listener reports the death
+        with contextlib.suppress(BrokenPipeError):  # the listener reports that the worker died
             self._process.stdin.write(dumps(task) + "\n")
             self._process.stdin.flush()
 
@@ -115,16 +134,17 @@ class _Worker:
             with contextlib.suppress(BrokenPipeError):
                 stream.close()
 
-    def obituary(self) -> str:
+    def exit_message(self) -> str:
+        """How the process ended, with the end of its standard error."""
         code = self._process.wait()
         self._errors.seek(0)
         tail = self._errors.read()[-2000:].decode(errors="replace").strip()
         how = f"was killed by signal {-code} (out of memory?)" if code < 0 else f"ended with code {code}"
-        return f"the worker process {how}" + (f"; its last words:\n{tail}" if tail else "")
+        return f"the worker process {how}" + (f"; its last output:\n{tail}" if tail else "")
 
     def _listen(self, messages: queue.Queue[tuple[_Worker, Record | None]]) -> None:
         assert self._process.stdout is not None
-        with contextlib.suppress(ValueError):  # a line cut off by the worker's death
+        with contextlib.suppress(ValueError):  # the last line of a worker that died
             for line in self._process.stdout:
                 messages.put((self, json.loads(line)))
         messages.put((self, None))
@@ -133,11 +153,44 @@ class _Worker:
 def _assign(worker: _Worker, experiment: Experiment[Any], cell: Cell, running: dict[_Worker, Cell], emit: Emit) -> None:
     running[worker] = cell
     emit(Event("started", cell))
-    worker.send(
-        {
-            "experiment": experiment.name,
-            "config": to_record(experiment.config),
-            "cell": cell.settings,
-            "threads": worker.threads,
-        }
-    )
+    worker.send(task_of(experiment, cell, worker.threads))
+
+
+def run_on_ray(experiment: Experiment[Any], cells: Sequence[Cell], workers: int, threads: int, emit: Emit) -> None:
+    """Run the cells as Ray tasks of ``threads`` processors each, on the cluster of ``RAY_ADDRESS`` or else a local one."""
+    try:
+        import ray  # type: ignore[import-not-found, unused-ignore]
+    except ImportError:
+        raise RuntimeError("--executor ray needs the package ray: pip install 'efla[ray]'") from None
+    started_here = not ray.is_initialized()
+    if started_here:
+        local: dict[str, Any] = {} if os.environ.get("RAY_ADDRESS") else {"num_cpus": workers * threads}
+        ray.init(include_dashboard=False, log_to_driver=False, **local)
+    try:
+        remote = ray.remote(num_cpus=threads, num_gpus=experiment.gpus_per_cell, max_retries=2)(_run_ray_task)
+        waiting = deque(cells)
+        running: dict[Any, Cell] = {}
+        while waiting or running:
+            while waiting and len(running) < workers:
+                cell = waiting.popleft()
+                running[remote.remote(task_of(experiment, cell, threads))] = cell
+                emit(Event("started", cell))
+            for reference in ray.wait(list(running), num_returns=1)[0]:
+                cell = running.pop(reference)
+                try:
+                    rows = ray.get(reference)
+                except ray.exceptions.RayError:
+                    emit(Event("failed", cell, message=traceback.format_exc()))
+                else:
+                    emit(Event("finished", cell, rows=rows))
+    finally:
+        if started_here:
+            ray.shutdown()
+
+
+def _run_ray_task(task: Record) -> list[Record]:
+    def report(fraction: float, **values: float) -> None:
+        return None
+
+    keep_freed_memory()
+    return run_task(task, report)
