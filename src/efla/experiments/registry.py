@@ -15,7 +15,7 @@ _EXPERIMENTS = {
     "throughput": ("efla.experiments.throughput", "run:Throughput", "options:Throughput"),
     "smnist": ("efla.experiments.smnist", "run:SmnistRobustness", "config:SmnistOptions"),
     "lr": ("efla.experiments.smnist", "run:LearningRateRobustness", "config:LrOptions"),
-    "mad": ("efla.experiments.mad", "run:Mad", "options:Mad"),
+    "mad": ("efla.experiments.mad", "run:Mad", "config:MadOptions"),
     "lm": ("efla.experiments.lm", "run:LanguageModels", "options:Lm"),
 }
 

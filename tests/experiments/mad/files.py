@@ -6,8 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from efla.experiments.mad.published_data import folder_name
-from efla.experiments.mad.tasks import MadData
+from efla.experiments.mad.tasks import MadData, folder_name
 
 
 def write_published(folder: Path, data: MadData) -> Path:

@@ -13,9 +13,8 @@ import torch
 
 from efla.experiments.mad import exact
 from efla.experiments.mad import tasks as mad
-from efla.experiments.mad.dataset import overlap
-from efla.experiments.mad.published_data import folder_name
-from efla.experiments.mad.tasks import IGNORE, TASKS, Setting, baseline, changed, generate, sweep
+from efla.experiments.mad.exact import IGNORE
+from efla.experiments.mad.tasks import TASKS, Setting, baseline, changed, folder_name, generate, overlap, sweep
 from tests.experiments.mad.files import write_published
 from tests.experiments.mad.parse import IGN, answerable, motifs
 

@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from efla.experiments.mad.config import ARMS, TASK_ORDER, MadConfig, profile
+from efla.experiments.mad.exact import IGNORE
 from efla.experiments.mad.model import AutoEncoder, LanguageModel, build, loss_of, mixer, parameter_count, sinusoid
-from efla.experiments.mad.tasks import IGNORE, baseline, changed, generate
+from efla.experiments.mad.tasks import baseline, changed, generate
 from efla.layers import LinearAttention, SwiGLU
 from efla.layers.blocks import swiglu_width
 

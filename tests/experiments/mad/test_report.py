@@ -9,11 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from efla.experiments.mad import select
-from efla.experiments.mad.claims import claims, text_summary
+from efla.experiments.mad import claims as mad
+from efla.experiments.mad.claims import PUBLISHED, claims, comparability, text_summary
 from efla.experiments.mad.config import HARD, TASK_ORDER, profile
 from efla.experiments.mad.plot import plot
-from efla.experiments.mad.published import PUBLISHED, comparability
 from efla.experiments.mad.tasks import changed
 from efla.runs.records import dumps, to_record
 from efla.runs.rows import append_rows
@@ -61,9 +60,9 @@ def test_a_settings_score_is_the_best_over_rates_and_drops_what_is_not_finite() 
         return math.nan if (rate, arm) == (1e-3, "delta-raw") else 0.5 + 100 * rate
 
     rows = rows_of(accuracy)
-    assert select.setting_score(rows, "memorization", "baseline", "exact-flow", 12345) == pytest.approx(0.6)
-    assert select.setting_score(rows, "memorization", "baseline", "delta-raw", 12345) == pytest.approx(0.55)
-    assert select.nonfinite(rows, "delta-raw") == 12
+    assert mad.setting_score(rows, "memorization", "baseline", "exact-flow", 12345) == pytest.approx(0.6)
+    assert mad.setting_score(rows, "memorization", "baseline", "delta-raw", 12345) == pytest.approx(0.55)
+    assert mad.nonfinite(rows, "delta-raw") == 12
     assert "delta-raw: 12 runs dropped" in text_summary(rows)
 
 
@@ -73,9 +72,9 @@ def test_task_and_overall_scores_are_plain_means() -> None:
 
     rows = rows_of(accuracy)
     for i, task in enumerate(TASK_ORDER):
-        assert select.task_score(rows, task, "exact-flow").mean == pytest.approx((0.9 + 0.1 * i) / 2)
-    assert select.overall_score(rows, "exact-flow") == pytest.approx(0.45 + 0.25 / 2)
-    assert math.isnan(select.overall_score(rows[: len(rows) // 2], "exact-flow"))
+        assert mad.task_score(rows, task, "exact-flow").mean == pytest.approx((0.9 + 0.1 * i) / 2)
+    assert mad.overall_score(rows, "exact-flow") == pytest.approx(0.45 + 0.25 / 2)
+    assert math.isnan(mad.overall_score(rows[: len(rows) // 2], "exact-flow"))
 
 
 def test_verdicts_follow_the_differences_and_their_spread() -> None:
@@ -129,7 +128,7 @@ def test_only_seeds_of_both_arms_are_compared() -> None:
 def test_claims_do_not_depend_on_the_order_in_which_cells_finished() -> None:
     rows = rows_of(lambda task, setting, arm, rate, seed: 0.5 + 0.1 * (setting == "hard") + _noise(seed))
     assert claims(rows[::-1]) == claims(rows)
-    assert select.settings_of(rows[::-1], "memorization") == ["baseline", "V1024"]
+    assert mad.settings_of(rows[::-1], "memorization") == ["baseline", "V1024"]
 
 
 def test_the_claim_about_the_largest_gains_can_be_reversed_or_unseen() -> None:
@@ -163,7 +162,7 @@ def test_the_loss_curve_is_that_of_each_seeds_best_run_over_the_seeds_that_got_t
             row["losses"] = [[500, 9.0], [1000, 9.0]]  # the worse rate: not drawn
         elif row["seed"] == 12346:
             row["losses"] = [[500, 1.0]]
-    steps, values = select.loss_curve(rows, "memorization", "baseline", "exact-flow")
+    steps, values = mad.loss_curve(rows, "memorization", "baseline", "exact-flow")
     assert steps == [500, 1000]
     assert [(value.mean, value.n) for value in values] == [(pytest.approx(1.5), 2), (pytest.approx(1.0), 1)]
 

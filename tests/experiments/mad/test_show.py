@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from efla import cli
-from efla.experiments.mad.show import instance_lines, kind_of
+from efla.experiments.mad.show import instance_lines, token_kind
 from efla.experiments.mad.tasks import TASKS, baseline, generate
 
 
@@ -55,7 +55,7 @@ def test_targets_and_kinds_of_tokens_have_their_own_colours() -> None:
     ],
 )
 def test_tokens_are_what_the_layout_says(task: str, kinds: dict[int, str]) -> None:
-    assert {token: kind_of(baseline(task), token) for token in kinds} == kinds
+    assert {token: token_kind(baseline(task), token) for token in kinds} == kinds
 
 
 def test_an_impossible_setting_is_an_error_that_says_what_was_expected(capsys: pytest.CaptureFixture[str]) -> None:

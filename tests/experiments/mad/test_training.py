@@ -13,13 +13,10 @@ from torch import Tensor, nn
 
 from efla import cli
 from efla.experiments.experiment import Group, without_volatile
-from efla.experiments.mad.config import MadConfig, profile
-from efla.experiments.mad.metric import Score, evaluate, macro_recall
-from efla.experiments.mad.model import build
-from efla.experiments.mad.options import Mad as MadOptions
-from efla.experiments.mad.run import Mad
+from efla.experiments.mad.config import MadConfig, MadOptions, profile
+from efla.experiments.mad.model import TaskScore, build, evaluate, macro_recall
+from efla.experiments.mad.run import Mad, MadTraining, batches, rate_at, summary, train
 from efla.experiments.mad.tasks import Setting, generate
-from efla.experiments.mad.train import Trained, batches, rate_at, summary, train
 from efla.experiments.runner import run
 from efla.runs.rows import read_rows
 from tests.experiments.mad.files import write_published
@@ -65,16 +62,20 @@ def test_evaluation_averages_batches_by_their_size_and_tokens_by_their_number() 
 def test_a_model_that_is_not_finite_scores_nothing() -> None:
     score = evaluate(Table(torch.full((4, 3), math.nan)), torch.tensor([[0, 1]]), torch.tensor([[0, 1]]))
     assert all(math.isnan(value) for value in score.record().values())
-    result = Trained(scores=[(10, score)])
+    result = MadTraining(scores=[(10, score)])
     assert result.best is None
     row = summary(result)
     assert math.isnan(row["reference_accuracy"]) and math.isnan(row["reference_accuracy_last"])
 
 
 def test_the_checkpoint_scored_has_the_lowest_perplexity() -> None:
-    result = Trained(
+    result = MadTraining(
         steps=300,
-        scores=[(100, Score(0.5, 0.5, 1.0, 2.9)), (200, Score(0.6, 0.6, 0.9, 2.5)), (300, Score(0.7, 0.7, 1.2, 3.5))],
+        scores=[
+            (100, TaskScore(0.5, 0.5, 1.0, 2.9)),
+            (200, TaskScore(0.6, 0.6, 0.9, 2.5)),
+            (300, TaskScore(0.7, 0.7, 1.2, 3.5)),
+        ],
     )
     row = summary(result)
     assert (row["best_step"], row["reference_accuracy"], row["reference_accuracy_last"]) == (200, 0.6, 0.7)
@@ -236,7 +237,7 @@ def test_published_files_are_trained_on_and_what_they_do_not_hold_is_refused(tmp
     assert row["heads"] == 1, "of the mixer that was run: inner width 32 in heads of 32"
     with pytest.raises(ValueError, match="short settings"):
         MadOptions(data=str(tmp_path)).config()
-    with pytest.raises(ValueError, match="cannot be had with files"):
+    with pytest.raises(ValueError, match="cannot be combined with files"):
         replace(options, guarantee_probe=True).config()
 
 

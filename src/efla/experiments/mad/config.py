@@ -1,18 +1,20 @@
-"""Settings of the MAD benchmark: arms, profiles, and what each profile runs."""
+"""Configs of the MAD benchmark: arms, profiles and command-line options."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
+
+import torch
 
 from efla.errors import unknown_name
-from efla.experiments.experiment import Group
+from efla.experiments.experiment import Group, Options, restrict_grid
 from efla.experiments.mad.tasks import SEED, TASKS, Setting, baseline, changed, sweep
-from efla.runs.records import GRID
+from efla.runs.records import GRID, Count, check_fields
 
 
-class Arm(NamedTuple):
-    """A token mixer: linear attention by a rule, with keys normalised or not; or one of the two others."""
+class MixerArm(NamedTuple):
+    """A token mixer: linear attention with a rule and normalised or raw keys, softmax attention, or Mamba-2."""
 
     mixer: str
     rule: str = ""
@@ -20,24 +22,24 @@ class Arm(NamedTuple):
 
 
 ARMS = {
-    "delta-l2": Arm("linear", "delta", True),
-    "exact-flow": Arm("linear", "efla"),
-    "delta-raw": Arm("linear", "delta"),
-    "exact-flow-l2": Arm("linear", "efla", True),
-    "gated-delta": Arm("linear", "gated_delta", True),
-    "gated-exact-flow": Arm("linear", "gated_efla"),
-    "attention": Arm("attention"),
-    "mamba2": Arm("mamba2"),
-    "rk2": Arm("linear", "rk2"),
-    "rk4": Arm("linear", "rk4"),
-    "implicit-euler": Arm("linear", "implicit_euler"),
-    "crank-nicolson": Arm("linear", "crank_nicolson"),
+    "delta-l2": MixerArm("linear", "delta", True),
+    "exact-flow": MixerArm("linear", "efla"),
+    "delta-raw": MixerArm("linear", "delta"),
+    "exact-flow-l2": MixerArm("linear", "efla", True),
+    "gated-delta": MixerArm("linear", "gated_delta", True),
+    "gated-exact-flow": MixerArm("linear", "gated_efla"),
+    "attention": MixerArm("attention"),
+    "mamba2": MixerArm("mamba2"),
+    "rk2": MixerArm("linear", "rk2"),
+    "rk4": MixerArm("linear", "rk4"),
+    "implicit-euler": MixerArm("linear", "implicit_euler"),
+    "crank-nicolson": MixerArm("linear", "crank_nicolson"),
 }
 PAIR = ("delta-l2", "exact-flow")
 MAIN_ARMS = (*PAIR, "delta-raw")
 REFERENCE_ARMS = tuple(ARMS)[:7]
 
-# The cheap tasks, which the paper singles out, come first.
+# The cheap tasks, which the paper emphasises, come first.
 TASK_ORDER = ("memorization", "compression", "in-context-recall", "noisy-in-context-recall", "fuzzy-in-context-recall",
               "selective-copying")  # fmt: skip
 assert set(TASK_ORDER) == set(TASKS)
@@ -54,39 +56,41 @@ HARD = {
 
 @dataclass(frozen=True, kw_only=True)
 class MadConfig:
-    """One table of protocol runs: train on a setting with one rate and weight decay, evaluate on its own test set."""
+    """One table of runs: train on a setting with one rate and weight decay, evaluate on its test set."""
 
     profile: str
     width: int = 128
     heads: int = 4
-    batch: int
-    memorization_batch: int
-    steps: int | None = None
-    """Budget in optimiser steps; with ``epochs`` the budget is passes over the training set instead."""
-    memorization_steps: int | None = None
-    epochs: int | None = None
-    evaluate_every: int | None = None
-    """Optimiser steps between evaluations; after every epoch if absent. The last step is always evaluated."""
+    batch: Count
+    memorization_batch: Count
+    steps: Count | None = None
+    """Budget in optimiser steps; alternatively ``epochs``, passes over the training set."""
+    memorization_steps: Count | None = None
+    epochs: Count | None = None
+    evaluate_every: Count | None = None
+    """Optimiser steps between evaluations; default: an epoch. The last step is always evaluated."""
     stop_above: float = 0.999
     """Training ends when the reference accuracy on the test set exceeds this."""
-    schedule: str = "constant"
-    """constant, as the reference really trains, or cosine (to 1e-6 over the budget), as it meant to."""
-    precision: str = "float32"
+    schedule: Literal["constant", "cosine"] = "constant"
+    """constant, as the reference trains, or cosine (to 1e-6 over the budget), as the reference configures."""
+    precision: Literal["float32", "bfloat16"] = "float32"
     """float32, or bfloat16 (autocast; weights stay float32)."""
     device: str = "cpu"
     backend: str = "auto"
-    data: str = "generated"
+    data: Literal["generated", "files"] = "generated"
     """generated, or files (the published data sets)."""
     bit_exact: bool = False
     guarantee_probe: bool = False
     groups: tuple[Group, ...] = field(metadata=GRID)
+    """The settings of a group are ``task/name``."""
     folder: str | None = field(default=None, metadata=GRID)
     """Where the published data sets are on this machine."""
     gpu_share: float = field(default=1.0, metadata=GRID)
-    """Part of a GPU that a cell asks of a Ray cluster."""
+    """Share of a GPU that a cell requests from a Ray cluster."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "groups", tuple(Group(*group) for group in self.groups))
+        check_fields(self)
         known = settings_of(self.profile)
         for group in self.groups:
             for name in group.settings:
@@ -95,15 +99,8 @@ class MadConfig:
             group.check(ARMS)
         if (self.steps is None) == (self.epochs is None):
             raise ValueError(f"give the budget as steps or as epochs, got steps={self.steps} and epochs={self.epochs}")
-        numbers = {
-            "batch": self.batch, "memorization_batch": self.memorization_batch, "steps": self.steps, "epochs": self.epochs,
-            "memorization_steps": self.memorization_steps, "evaluate_every": self.evaluate_every,
-        }  # fmt: skip
-        for name, number in numbers.items():
-            if number is not None and number < 1:
-                raise ValueError(f"{name} must be at least 1, got {number}")
         if not 0 < self.gpu_share <= 1:
-            raise ValueError(f"gpu_share must lie above 0 and be at most 1, got {self.gpu_share}")
+            raise ValueError(f"gpu_share must be above 0 and at most 1, got {self.gpu_share}")
         if self.width % self.heads:
             raise ValueError(f"width {self.width} is not a multiple of {self.heads} heads")
         if self.width % 16:
@@ -112,14 +109,8 @@ class MadConfig:
             )
         if self.data == "files" and (self.bit_exact or self.guarantee_probe):
             raise ValueError(
-                "bit_exact and guarantee_probe say how data are generated; they cannot be had with files (--data)"
+                "bit_exact and guarantee_probe are options of generated data; they cannot be combined with files (--data)"
             )
-        for name, value, choices in (
-            ("schedule", self.schedule, ("constant", "cosine")), ("precision", self.precision, ("float32", "bfloat16")),
-            ("data", self.data, ("generated", "files")),
-        ):  # fmt: skip
-            if value not in choices:
-                raise unknown_name(name, value, choices)
 
     def setting(self, task: str, name: str) -> Setting:
         """The setting of a cell."""
@@ -169,7 +160,7 @@ def _short(task: str) -> Setting:
 def profile(name: str, *, folder: str | None = None, device: str = "cpu") -> MadConfig:
     """The config of a profile."""
     settings = tuple(settings_of(name))
-    data = "generated" if folder is None else "files"
+    data: Literal["generated", "files"] = "generated" if folder is None else "files"
     if name == "quick":
         return MadConfig(
             profile=name, width=64, heads=2, batch=32, memorization_batch=16, steps=600, memorization_steps=400,
@@ -179,7 +170,7 @@ def profile(name: str, *, folder: str | None = None, device: str = "cpu") -> Mad
     if name == "full":
         baselines, hard = settings[:6], settings[6:]
         rates = (5e-4, 1e-3)
-        more_seeds = (SEED + 1, SEED + 2) if folder is None else ()  # the published files have one
+        more_seeds = (SEED + 1, SEED + 2) if folder is None else ()  # the published files have one seed
         return MadConfig(
             profile=name, batch=32, memorization_batch=32, steps=3_000, memorization_steps=1_600, evaluate_every=500,
             data=data, folder=folder, device=device,
@@ -194,3 +185,90 @@ def profile(name: str, *, folder: str | None = None, device: str = "cpu") -> Mad
         precision="bfloat16" if device.startswith("cuda") else "float32",
         groups=(Group(REFERENCE_ARMS, (1e-4, 5e-4, 1e-3), (SEED,), (0.0, 0.1), settings),),
     )  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class MadOptions(Options):
+    """MAD: six synthetic tasks (recall, copying, compression, memorisation), one small model per update rule."""
+
+    profile: Profile = "quick"
+    """quick: minutes, one seed; full: hours, resumable; reference: all 66 settings with the reference's protocol, for GPUs
+    or a Ray cluster (396 runs per arm)."""
+    data: str | None = None
+    """Folder with the published data sets, one folder per setting (seed 12345, not the short ones of quick); default:
+    generate the data."""
+    tasks: tuple[str, ...] | None = None
+    """Tasks to run instead of all six: in-context-recall, fuzzy-in-context-recall, noisy-in-context-recall,
+    selective-copying, compression, memorization."""
+    settings: tuple[str, ...] | None = None
+    """Settings to run instead of all of the profile's: short (quick), baseline, or a changed one such as V64, L256,
+    train800, noise0.6, copy32."""
+    arms: tuple[str, ...] | None = None
+    """Arms to run: delta-l2, exact-flow, delta-raw, exact-flow-l2, gated-delta, gated-exact-flow, attention, mamba2, rk2,
+    rk4, implicit-euler, crank-nicolson."""
+    rates: tuple[float, ...] | None = None
+    """Learning rates to run."""
+    decays: tuple[float, ...] | None = None
+    """Weight decays to run."""
+    seeds: tuple[int, ...] | None = None
+    """Seeds to run; a seed sets data, weights and order. Arms, rates, decays and seeds choose a part of the profile's
+    runs; if the profile lacks one of their combinations, all combinations are run on every setting."""
+    heads: int | None = None
+    """Heads instead of the profile's (at d = 128, 8 of width 16 have 2,048 numbers of state, as the reference's gated linear
+    attention)."""
+    steps: int | None = None
+    """Optimiser steps instead of the profile's budget, for every task; recorded in the rows."""
+    schedule: Literal["constant", "cosine"] = "constant"
+    """Learning rate: constant, or cosine to 1e-6 over the budget."""
+    precision: Literal["float32", "bfloat16"] | None = None
+    """float32, or bfloat16 autocast with float32 weights (default of the reference profile on a GPU)."""
+    device: str | None = None
+    """cpu or cuda; default: a GPU for the reference profile if there is one, else the CPU."""
+    gpu_share: float = 1.0
+    """Share of a GPU that a run requests from a Ray cluster (--executor ray): 0.25 puts four on one."""
+    backend: str = "auto"
+    """Backend of the scan, see `efla doctor`."""
+    bit_exact: bool = False
+    """Generate recall tasks in the reference's order of draws (slow: it enumerates all motifs)."""
+    guarantee_probe: bool = False
+    """Fuzzy recall: always show the probe before asking for it (the reference does not in 2% of the instances)."""
+
+    def config(self) -> MadConfig:
+        device = self.device or ("cuda" if self.profile == "reference" and torch.cuda.is_available() else "cpu")
+        if self.data is not None and self.profile == "quick":
+            raise ValueError(
+                "the published data sets have none of quick's short settings; leave --data out, or choose --profile full "
+                "or reference"
+            )
+        config = profile(self.profile, folder=self.data, device=device)
+        changes: dict[str, Any] = {
+            "schedule": self.schedule, "backend": self.backend, "bit_exact": self.bit_exact,
+            "guarantee_probe": self.guarantee_probe, "gpu_share": self.gpu_share,
+        }  # fmt: skip
+        changes |= self.given("precision", "heads")
+        if self.steps is not None:
+            changes |= {"steps": self.steps, "memorization_steps": None, "epochs": None}
+        return replace(config, groups=self._groups(config), **changes)
+
+    def _groups(self, config: MadConfig) -> tuple[Group, ...]:
+        """The requested part of the profile's grid."""
+        known = settings_of(self.profile)
+        for kind, chosen, there in (
+            ("task", self.tasks, sorted({setting.task for setting in known.values()})),
+            ("setting", self.settings, sorted({setting.name for setting in known.values()})),
+        ):
+            for name in chosen or ():
+                if name not in there:
+                    raise unknown_name(kind, name, there)
+
+        def wanted(name: str) -> bool:
+            setting = known[name]
+            return (self.tasks is None or setting.task in self.tasks) and (
+                self.settings is None or setting.name in self.settings
+            )
+
+        asked = self.given("arms", "rates", "decays", "seeds")
+        every = tuple(dict.fromkeys(name for group in config.groups for name in group.settings))
+        groups = restrict_grid(config.groups, asked, config.groups[0]._replace(settings=every))
+        narrowed = (group._replace(settings=tuple(filter(wanted, group.settings))) for group in groups)
+        return tuple(group for group in narrowed if group.settings)

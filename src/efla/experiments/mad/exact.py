@@ -1,4 +1,4 @@
-"""Instances one at a time, with the reference generator's own order of draws: the same numbers, bit for bit.
+"""Instances drawn one at a time in the reference generator's order: bit-identical to the published data.
 
 Every function takes the setting and one ``numpy.random.Generator`` and returns ``(inputs, targets)`` of equal length.
 Recall tasks mask the targets of test instances and shift the inputs for training instances.
@@ -7,12 +7,17 @@ Recall tasks mask the targets of test instances and shift the inputs for trainin
 from __future__ import annotations
 
 from itertools import permutations
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.random import Generator, RandomState
 from numpy.typing import NDArray
 
-from efla.experiments.mad.settings import IGNORE, Setting
+if TYPE_CHECKING:
+    from efla.experiments.mad.tasks import Setting
+
+IGNORE = -100
+"""A target with this value counts neither in the loss nor in the metric."""
 
 Ints = NDArray[np.int64]
 Instance = tuple[Ints, Ints]

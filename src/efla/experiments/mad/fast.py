@@ -1,15 +1,20 @@
-"""Recall instances by the thousand: the distribution of :mod:`efla.experiments.mad.exact`, all instances drawn side by side.
+"""Recall instances drawn in one vectorised call, from the same distribution as :mod:`efla.experiments.mad.exact`.
 
-Shapes: n instances, L tokens, P pairs. The order of draws differs from the reference, so the numbers do too.
+Shapes: n instances, L tokens, P pairs. The order of draws differs from the reference generator's, and so do the numbers.
 """
 
 from __future__ import annotations
+
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.random import Generator
 from numpy.typing import NDArray
 
-from efla.experiments.mad.settings import IGNORE, Setting
+from efla.experiments.mad.exact import IGNORE
+
+if TYPE_CHECKING:
+    from efla.experiments.mad.tasks import Setting
 
 Ints = NDArray[np.int64]
 Bools = NDArray[np.bool_]

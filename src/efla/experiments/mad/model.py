@@ -1,9 +1,12 @@
-"""The two MAD backbones: mixer, SwiGLU, mixer, SwiGLU under a language-model head or inside an auto-encoder.
+"""The two MAD backbones and their scores: mixer, SwiGLU, mixer, SwiGLU under a language-model head or in an auto-encoder.
 
 Shapes: B sequences, L tokens, d = width, V tokens in the vocabulary, n targets.
 """
 
 from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass
 
 import torch
 from torch import Tensor, nn
@@ -11,14 +14,17 @@ from torch.nn import functional
 
 from efla import rules
 from efla.experiments.mad.config import ARMS, MadConfig
-from efla.experiments.mad.tasks import IGNORE, Setting
+from efla.experiments.mad.exact import IGNORE
+from efla.experiments.mad.tasks import Setting
 from efla.layers import LinearAttention, Mamba2, RMSNorm, SoftmaxAttention, SwiGLU
 from efla.layers.blocks import swiglu_width
+from efla.runs.records import Record
 
 EPS = 1e-5
+TEST_BATCH = 128
 ATTENTION_HEAD_WIDTH = 8
 MAMBA2_HEAD_WIDTH, MAMBA2_STATE = 32, 16
-"""With inner width 2d and N = 16 a Mamba-2 layer holds 32 d numbers, as many as H heads of width 32 do."""
+"""With inner width 2d and N = 16, the state of a Mamba-2 layer has 32 d numbers, as many as H heads of width 32."""
 
 PARAMETERS = {"language-model": 410_320, "auto-encoder": 443_600}
 """Parameters of every ungated recurrent arm at V = 16, d = 128, H = 4; asserted whenever such a model is built."""
@@ -56,7 +62,7 @@ class Residual(nn.Module):
 
 
 class Encoder(nn.Module):
-    """Embedding and four layers. The last one acts on each token alone, so that it is applied only where it is read."""
+    """Embedding and four layers. The last layer acts on each token alone, so it is applied only where it is read."""
 
     def __init__(self, arm: str, vocab_size: int, width: int, heads: int, backend: str) -> None:
         super().__init__()
@@ -135,7 +141,7 @@ def sinusoid(length: int, width: int) -> Tensor:
 
 
 def build(config: MadConfig, setting: Setting, arm: str, seed: int) -> LanguageModel | AutoEncoder:
-    """The model of an arm for a setting, its weights drawn after seeding: equal for arms with equal parameters."""
+    """The model of an arm for a setting. Its weights depend on the seed only: arms with equal parameters start equal."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         sizes = (arm, setting.vocab_size, config.width, config.heads)
@@ -165,7 +171,7 @@ def parameter_count(model: nn.Module) -> int:
 
 
 def targets_of(targets: Tensor) -> tuple[Tensor | None, Tensor]:
-    """Where a batch has targets and what they are: (indices [n] into the flattened batch, or ``None`` for all; [n])."""
+    """The positions and values of the targets: (indices [n] into the flattened batch, or ``None`` for all; values [n])."""
     flat = targets.flatten()
     where = (flat != IGNORE).nonzero()[:, 0]
     return (None, flat) if len(where) == len(flat) else (where, flat[where])
@@ -182,3 +188,58 @@ def _zero_biases(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, nn.Linear) and module.bias is not None:
             nn.init.zeros_(module.bias)
+
+
+@dataclass(frozen=True)
+class TaskScore:
+    """One evaluation of the whole test set.
+
+    reference_accuracy: macro average per batch, mean over batches. token_accuracy: correct targets / targets.
+    loss: mean negative log-likelihood of a target. perplexity: exp of each batch's mean, averaged over batches.
+    """
+
+    reference_accuracy: float
+    token_accuracy: float
+    loss: float
+    perplexity: float
+
+    def record(self) -> Record:
+        return asdict(self)
+
+
+NO_SCORE = TaskScore(math.nan, math.nan, math.nan, math.nan)
+
+
+def macro_recall(predicted: Tensor, wanted: Tensor, num_classes: int) -> float:
+    """Mean over classes of tp / (tp + fn), over the classes that are predicted or wanted at least once.
+
+    A class that is predicted but never wanted counts as 0. predicted, wanted: [n].
+    """
+    wanted_count = torch.bincount(wanted, minlength=num_classes)
+    predicted_count = torch.bincount(predicted, minlength=num_classes)
+    hits = torch.bincount(wanted[predicted == wanted], minlength=num_classes)
+    present = (wanted_count + predicted_count) > 0
+    recall = hits.double() / wanted_count.clamp(min=1)
+    return float(recall[present].mean())
+
+
+@torch.no_grad()
+def evaluate(model: nn.Module, inputs: Tensor, targets: Tensor, *, batch: int = TEST_BATCH) -> TaskScore:
+    """Score a model on inputs and targets, each [instances, L], in order; ``NO_SCORE`` if the loss is not a number."""
+    accuracy = perplexity = nll = 0.0
+    right = count = 0
+    for start in range(0, len(inputs), batch):
+        part = slice(start, start + batch)
+        where, wanted = targets_of(targets[part])
+        logits = model(inputs[part], where).float()
+        predicted = logits.argmax(1)
+        mean = float(functional.cross_entropy(logits.double(), wanted))
+        size = len(inputs[part])
+        accuracy += size * macro_recall(predicted, wanted, logits.shape[1])
+        perplexity += size * (math.exp(mean) if mean < 700 else math.inf)
+        nll += mean * len(wanted)
+        right += int((predicted == wanted).sum())
+        count += len(wanted)
+    if math.isnan(nll):
+        return NO_SCORE
+    return TaskScore(accuracy / len(inputs), right / count, nll / count, perplexity / len(inputs))

@@ -1,4 +1,4 @@
-"""The MAD figure, from rows alone: a bar per arm and task with the spread over seeds, and the training loss."""
+"""The MAD figures, from rows: a bar per arm and task with the spread over seeds, and the training loss."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from efla.experiments.mad import select
+from efla.experiments.mad.claims import arms_of, loss_curve, setting_spread, settings_of, tasks_of
 from efla.runs.records import Record
 from efla.runs.style import ARMS, figure_style, save
 
@@ -23,7 +23,7 @@ TITLES = {
 
 def plot(rows: Sequence[Record], folder: Path) -> list[Path]:
     """Bars per task in one figure, the training loss against the step in a second one."""
-    tasks, arms = select.tasks_of(rows), select.arms_of(rows)
+    tasks, arms = tasks_of(rows), arms_of(rows)
     if not tasks:
         return []
     with figure_style() as plt:
@@ -55,12 +55,12 @@ def _finish(plt: Any, figure: Any, axes: Any, tasks: Sequence[str], folder: Path
 def _bars(axis: Any, rows: Sequence[Record], task: str, arms: Sequence[str]) -> None:
     """A group of bars per setting, an arm's bar in its colour, ± one standard deviation where there are seeds; no
     finite run: words in its place."""
-    settings = select.settings_of(rows, task)
+    settings = settings_of(rows, task)
     width = 0.8 / max(1, len(arms))
     for i, arm in enumerate(arms):
         line = ARMS[arm]
         for j, setting in enumerate(settings):
-            score = select.setting_spread(rows, task, setting, arm)
+            score = setting_spread(rows, task, setting, arm)
             if score.n == 0:
                 continue
             at = j + (i - (len(arms) - 1) / 2) * width
@@ -79,9 +79,9 @@ def _bars(axis: Any, rows: Sequence[Record], task: str, arms: Sequence[str]) -> 
 
 
 def _curves(axis: Any, rows: Sequence[Record], task: str, arms: Sequence[str]) -> None:
-    setting = select.settings_of(rows, task)[0]
+    setting = settings_of(rows, task)[0]
     for arm in arms:
-        steps, values = select.loss_curve(rows, task, setting, arm)
+        steps, values = loss_curve(rows, task, setting, arm)
         if steps:
             line = ARMS[arm]
             axis.plot(steps, [value.mean for value in values], color=line.color, linestyle=line.dash,

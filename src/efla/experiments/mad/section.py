@@ -5,25 +5,39 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from efla.experiments.mad import claims as mad_claims
-from efla.experiments.mad import select
+from efla.experiments.mad.claims import (
+    METRICS,
+    PAPER,
+    PUBLISHED,
+    arms_of,
+    claims,
+    comparability,
+    follows_the_reference,
+    loss_curve,
+    nonfinite,
+    overall_score,
+    seeds_of,
+    setting_spread,
+    settings_of,
+    task_score,
+    tasks_of,
+)
 from efla.experiments.mad.config import TASK_ORDER
-from efla.experiments.mad.dataset import OVERLAP_WARNING
 from efla.experiments.mad.plot import TITLES
-from efla.experiments.mad.published import PAPER, PUBLISHED, comparability, follows_the_reference
+from efla.experiments.mad.tasks import OVERLAP_WARNING
 from efla.runs.bars import Bars, BarSeries
 from efla.runs.chart import Chart, Point, Series
 from efla.runs.records import Record, number
 from efla.runs.sections import Figure, Section, Table, budget, points, settings_table
-from efla.runs.statistics import Spread
+from efla.runs.statistics import Rows, Spread
 from efla.runs.style import ARMS
 
 
 def sections(rows: Sequence[Record], source: str) -> list[Section]:
     """One section: six panels of bars, six of training curves, tables."""
-    cells = select.runs(rows)
+    cells = Rows(rows).cells()
     profile = cells[0]["profile"]
-    arms, tasks = select.arms_of(rows), select.tasks_of(rows)
+    arms, tasks = arms_of(rows), tasks_of(rows)
     legend = [Series(arm, ARMS[arm].label, [], ARMS[arm].dash, ARMS[arm].width) for arm in arms]
     note = "The best of the learning rates (and weight decays); mean over seeds ± one standard deviation (no mark: one seed)."
     figures = [
@@ -44,9 +58,9 @@ def sections(rows: Sequence[Record], source: str) -> list[Section]:
                 "Small models with two mixers learn six tasks that each need one skill: recalling (plain, among noise, by "
                 "motifs of several tokens), copying selectively, compressing, memorising."
             ),
-            claims=mad_claims.claims(rows),
+            claims=claims(rows),
             figures=figures,
-            tables=[_beside_published(rows, arms), _settings(rows, arms), _runs(cells)],
+            tables=[_published_table(rows, arms), _settings(rows, arms), _runs(cells)],
             settings=settings_table(cells),
             data=sorted({f"{row['task']}: {row['data']['source']}" for row in cells}),
             budget=budget(cells),
@@ -56,9 +70,9 @@ def sections(rows: Sequence[Record], source: str) -> list[Section]:
 
 
 def _bars(rows: Sequence[Record], task: str, arms: Sequence[str]) -> Bars:
-    names = select.settings_of(rows, task)
+    names = settings_of(rows, task)
     series = [
-        BarSeries(arm, ARMS[arm].label, [_point(select.setting_spread(rows, task, name, arm)) for name in names])
+        BarSeries(arm, ARMS[arm].label, [_point(setting_spread(rows, task, name, arm)) for name in names])
         for arm in arms
     ]
     return Bars(TITLES[task], "setting", "reference accuracy, %", names, series)
@@ -72,12 +86,12 @@ def _point(score: Spread) -> Point | None:
 
 
 def _curves(rows: Sequence[Record], task: str, arms: Sequence[str]) -> Chart:
-    setting = select.settings_of(rows, task)[0]
+    setting = settings_of(rows, task)[0]
     series = [
         Series(
             arm,
             ARMS[arm].label,
-            points(*select.loss_curve(rows, task, setting, arm), digits=3),
+            points(*loss_curve(rows, task, setting, arm), digits=3),
             ARMS[arm].dash,
             ARMS[arm].width,
         )
@@ -88,12 +102,12 @@ def _curves(rows: Sequence[Record], task: str, arms: Sequence[str]) -> Chart:
     return Chart(f"{TITLES[task]}, {setting}", "optimiser step", "training loss", drawn, (0, 1.05 * top))
 
 
-def _beside_published(rows: Sequence[Record], arms: Sequence[str]) -> Table:
+def _published_table(rows: Sequence[Record], arms: Sequence[str]) -> Table:
     """Task scores of our arms and, below them, the numbers others print."""
     lines = []
     for arm in arms:
-        scores = [select.task_score(rows, task, arm) for task in TASK_ORDER]
-        overall = select.overall_score(rows, arm)
+        scores = [task_score(rows, task, arm) for task in TASK_ORDER]
+        overall = overall_score(rows, arm)
         lines.append([f"ours: {arm}", _percent(overall), *(score.text(100) for score in scores)])
     lines += [
         [f"{row.model} ({row.source})", f"{row.mean:g}", *(f"{row.by_task()[task]:g}" for task in TASK_ORDER)]
@@ -109,12 +123,12 @@ def _beside_published(rows: Sequence[Record], arms: Sequence[str]) -> Table:
 def _settings(rows: Sequence[Record], arms: Sequence[str]) -> Table:
     """Both accuracies of every setting, at the best checkpoint and at the end, and the dropped runs."""
     lines = []
-    for task in select.tasks_of(rows):
-        for name in select.settings_of(rows, task):
-            for metric, label in select.METRICS.items():
-                values = [select.setting_spread(rows, task, name, arm, metric).text(100) for arm in arms]
+    for task in tasks_of(rows):
+        for name in settings_of(rows, task):
+            for metric, label in METRICS.items():
+                values = [setting_spread(rows, task, name, arm, metric).text(100) for arm in arms]
                 lines.append([f"{TITLES[task]}, {name}", label, *values])
-    dropped = [str(select.nonfinite(rows, arm)) for arm in arms]
+    dropped = [str(nonfinite(rows, arm)) for arm in arms]
     lines.append(["all", "runs dropped because not finite", *dropped])
     return Table("Every setting, both metrics, in %", ["setting", "metric", *arms], lines, wide=True)
 
@@ -151,13 +165,13 @@ def _not_concluded(rows: Sequence[Record], cells: Sequence[Record]) -> list[str]
         found.append(
             "That 0.7 points are an effect: three published DeltaNet averages (71.8, 69.7, 65.7) span 6 points."
         )
-    missing = [TITLES[task] for task in TASK_ORDER if task not in select.tasks_of(rows)]
+    missing = [TITLES[task] for task in TASK_ORDER if task not in tasks_of(rows)]
     if missing:
         found.insert(0, f"Anything about {', '.join(missing)}: not run yet.")
     planned = _one_seed(rows)
     if planned:
         found.append(f"Any verdict on {', '.join(planned)}: run with one seed, so the spread is unknown.")
-    solved = [task for task in select.tasks_of(rows) if _solved(rows, task)]
+    solved = [task for task in tasks_of(rows) if _solved(rows, task)]
     if solved:
         names = ", ".join(TITLES[task] for task in solved)
         found.append(
@@ -185,13 +199,13 @@ def _not_concluded(rows: Sequence[Record], cells: Sequence[Record]) -> list[str]
 def _one_seed(rows: Sequence[Record]) -> list[str]:
     return [
         f"{TITLES[task]} {name}"
-        for task in select.tasks_of(rows)
-        for name in select.settings_of(rows, task)
-        if max(len(select.seeds_of(rows, task, name, arm)) for arm in select.arms_of(rows)) < 2
+        for task in tasks_of(rows)
+        for name in settings_of(rows, task)
+        if max(len(seeds_of(rows, task, name, arm)) for arm in arms_of(rows)) < 2
     ]
 
 
 def _solved(rows: Sequence[Record], task: str) -> bool:
-    setting = select.settings_of(rows, task)[0]
-    scores = [select.setting_spread(rows, task, setting, arm) for arm in select.arms_of(rows)]
+    setting = settings_of(rows, task)[0]
+    scores = [setting_spread(rows, task, setting, arm) for arm in arms_of(rows)]
     return all(score.mean > 0.99 for score in scores if score.n)

@@ -9,7 +9,8 @@ import tyro
 from rich.console import Console
 from rich.text import Text
 
-from efla.experiments.mad.tasks import IGNORE, SEED, Setting, baseline, generate
+from efla.experiments.mad.exact import IGNORE
+from efla.experiments.mad.tasks import SEED, Setting, baseline, generate
 
 Task = Literal[
     "in-context-recall",
@@ -98,7 +99,7 @@ def mad(
     return 0
 
 
-def kind_of(setting: Setting, token: int) -> str:
+def token_kind(setting: Setting, token: int) -> str:
     """What a token is: key, value, noise, pad, content, blank or marker."""
     task = setting.task
     if task == "selective-copying":
@@ -121,7 +122,7 @@ def describe(setting: Setting, training: bool) -> list[Text]:
     legend = Text("tokens: ")
     kinds: dict[str, list[int]] = {}
     for token in range(setting.vocab_size):
-        kinds.setdefault(kind_of(setting, token), []).append(token)
+        kinds.setdefault(token_kind(setting, token), []).append(token)
     for kind, tokens in kinds.items():
         span = f"{tokens[0]}" if len(tokens) == 1 else f"{tokens[0]}-{tokens[-1]}"
         legend.append(f"{kind} {span}", style=_STYLES[kind]).append("   ")
@@ -140,7 +141,7 @@ def instance_lines(setting: Setting, inputs: list[int], targets: list[int], widt
         position, shown, wanted = Text("at      "), Text("input   "), Text("target  ")
         for i in part:
             position.append(f"{i if (i - start) % 4 == 0 else '':>{cell}}", style="bright_black")
-            shown.append(f"{inputs[i]:>{cell}}", style=_STYLES[kind_of(setting, inputs[i])])
+            shown.append(f"{inputs[i]:>{cell}}", style=_STYLES[token_kind(setting, inputs[i])])
             if targets[i] == IGNORE:
                 wanted.append(f"{'·':>{cell}}", style="bright_black")
             else:
