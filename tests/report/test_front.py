@@ -41,7 +41,7 @@ def test_a_line_takes_the_first_comparisons_verdict_and_counts_the_others() -> N
     (line,) = front.front([section(*claims)])
     assert (line.verdict, line.others) == ("seen", "1 reversed, 1 seen")
     assert line.anchor == "#lm-1"
-    assert line.place == front.PLACES["lm", "a"]
+    assert line.place == registry.get("lm").places["a"]
     assert line.strip.count("<circle") == 3
 
 
@@ -84,10 +84,9 @@ def test_effects_agree_with_verdicts() -> None:
 
 
 def test_every_experiment_that_judges_claims_has_places_and_a_sentence_for_when_it_was_not_run() -> None:
-    keys = {key for key, _ in front.PLACES}
-    assert keys == set(front._NOT_RUN) == set(registry.names())
+    assert all(registry.get(name).places and registry.get(name).claim for name in registry.names())
     assert [command for _, command in front.not_run([section(key="mad")])] == [
-        f"efla reproduce {key}" for key in front._NOT_RUN if key != "mad"
+        f"efla reproduce {name}" for name in registry.names() if name != "mad"
     ]
 
 

@@ -112,6 +112,10 @@ class Experiment(ABC, Generic[C]):
 
     name: ClassVar[str]
     title: ClassVar[str]
+    claim: ClassVar[str] = ""
+    """The paper's claim in one sentence, for reports without rows of the experiment."""
+    places: ClassVar[Mapping[str, str]] = {}
+    """Letter of a claim -> where the paper makes it. The front page of the report shows claims that have a place."""
     config_class: ClassVar[type[Any]]
     """A frozen dataclass of JSON values; fields with metadata ``GRID`` choose cells and may differ within a folder."""
     side_by_side: ClassVar[bool] = True

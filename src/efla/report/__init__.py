@@ -1,1 +1,1 @@
-"""Results in, one self-contained HTML page out."""
+"""One self-contained HTML page from the rows of runs."""

@@ -1,54 +1,28 @@
-"""The report's front page: every claim of the paper in one table, our verdicts, and a strip of differences for each.
+"""The front page of the report: every claim of the paper in one table, our verdicts, and a strip of differences for each.
 
 A strip shows each comparison of a claim at its difference in units of the larger standard deviation over seeds, to the
-right if it is as the paper says. Inside the grey band, one deviation, a difference counts as none. What has no spread
-(one seed, or nothing random) stands as a square in the column on the right.
+right if it agrees with the paper. Differences inside the grey band, one deviation, count as none. Comparisons without a
+spread (one seed, or nothing random) are squares in the column on the right.
 """
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 from typing import NamedTuple
 
+from efla.experiments import registry
 from efla.runs.sections import Section
 from efla.runs.statistics import NOT_JUDGED, NOT_SEEN, REVERSED, SEEN, Claim, grouped
 
 VERDICTS = (SEEN, NOT_SEEN, REVERSED, NOT_JUDGED)
-# Where the paper makes each claim, by the section's key and the claim's letter.
-PLACES = {
-    ("exactness", "a"): "Section 3.2, closed form",
-    ("exactness", "b"): "Section 3.4, stable dynamics",
-    ("smnist", "a"): "Section 4.3, figure on sMNIST",
-    ("smnist", "b"): "Section 4.3, figure on sMNIST",
-    ("lr", "c"): "Section 4.4, learning rates",
-    ("lr", "d"): "Section 4.4, learning rates",
-    ("lr", "e"): "Section 4.4, learning rates",
-    ("mad", "a"): "Section 4.5, MAD",
-    ("mad", "b"): "Section 4.5, MAD",
-    ("mad", "c"): "Section 4.5, MAD",
-    ("throughput", "a"): "Section 4.6, throughput figure",
-    ("throughput", "b"): "Abstract, conclusion",
-    ("lm", "a"): "Table 1, 340M and 1.3B",
-    ("lm", "b"): "Table 1, gated variants",
-    ("lm", "c"): "Table 1, Section 4.2",
-    ("lm", "d"): "Table 1, averages",
-}
-_NOT_RUN = {
-    "exactness": "The closed form removes the Euler error, and never expands the memory",
-    "smnist": "EFLA is more robust than DeltaNet to scaled, noisy and dropped pixels",
-    "lr": "EFLA is less sensitive to the learning rate",
-    "mad": "EFLA is better than DeltaNet on the six MAD tasks",
-    "throughput": "EFLA trains at nearly the same throughput as DeltaNet",
-    "lm": "EFLA has a lower perplexity and a higher zero-shot accuracy than DeltaNet",
-}
 
 
 class Unreachable(NamedTuple):
-    """A claim that this page cannot test, and what would: a recipe of ``efla train``."""
+    """A claim that this page cannot test, and the recipe of ``efla train`` that would."""
 
     place: str
     sentence: str
@@ -63,8 +37,8 @@ UNREACHABLE = (
 
 
 @dataclass(frozen=True)
-class Line:
-    """One line of the front page; ``verdict`` is that of the first comparison, ``others`` counts the rest."""
+class ClaimLine:
+    """One line of the front page. ``verdict`` belongs to the first comparison; ``others`` counts the rest."""
 
     place: str
     sentence: str
@@ -76,17 +50,17 @@ class Line:
     section: str
 
 
-def front(sections: Sequence[Section]) -> list[Line]:
-    """The claims of the sections in their order, then those not run, then those out of reach."""
+def front(sections: Sequence[Section]) -> list[ClaimLine]:
+    """A line for each claim of the sections that has a place in the paper."""
     lines = []
     for number, section in enumerate(sections, start=1):
         for first, comparisons in grouped(section.claims):
-            place = PLACES.get((section.key, first.letter))
+            place = places_of(section).get(first.letter)
             if place is None:
                 continue
             rest = Counter(claim.verdict for claim in comparisons[1:])
             lines.append(
-                Line(
+                ClaimLine(
                     place=place,
                     sentence=first.sentence,
                     verdict=first.verdict,
@@ -100,8 +74,13 @@ def front(sections: Sequence[Section]) -> list[Line]:
     return lines
 
 
+def places_of(section: Section) -> Mapping[str, str]:
+    """Letter of a claim -> where the paper makes it; empty for sections of evaluations."""
+    return registry.get(section.key).places if section.key in registry.names() else {}
+
+
 def _shortened(text: str, limit: int = 240) -> str:
-    """The first parts of a sentence of parts; the section has all of it."""
+    """The text, cut after a part of the sentence if it is too long; the section has all of it."""
     if len(text) <= limit:
         return text
     cut = max(text.rfind("; ", 0, limit), text.rfind(", ", 0, limit))
@@ -109,13 +88,13 @@ def _shortened(text: str, limit: int = 240) -> str:
 
 
 def not_run(sections: Sequence[Section]) -> list[tuple[str, str]]:
-    """Claims of experiments that this report has no rows of, with the command that makes them."""
-    there = {section.key for section in sections}
-    return [(sentence, f"efla reproduce {key}") for key, sentence in _NOT_RUN.items() if key not in there]
+    """Claims of experiments without rows in this report, with the command that runs them."""
+    missing = [name for name in registry.names() if name not in {section.key for section in sections}]
+    return [(registry.get(name).claim, f"efla reproduce {name}") for name in missing]
 
 
 def unreachable() -> list[tuple[str, str, str]]:
-    """Claims at the paper's own scale: place and sentence, the command, and its cost in GPU-hours by our accounting."""
+    """Claims at the paper's scale: place and sentence, the command, and an estimate of its cost in GPU-hours."""
     from efla.models.accounting import flops_per_token
     from efla.train import recipes
     from efla.train.estimate import DEVICES, Machines
@@ -131,7 +110,7 @@ def unreachable() -> list[tuple[str, str, str]]:
 
 
 def markdown(sections: Sequence[Section]) -> str:
-    """Every comparison of every claim as a page for the documentation: a table a section, with its budget."""
+    """Every comparison of every claim as a page for the documentation: one table per section, with its budget."""
     folders = " ".join(dict.fromkeys(section.source for section in sections))
     parts = [
         "# Claims and verdicts",
@@ -142,14 +121,15 @@ def markdown(sections: Sequence[Section]) -> str:
         "setting, exactness and parameters are as computed. [The paper](paper.md) says what each claim means here.",
     ]
     for section in sections:
-        claims = [claim for claim in section.claims if (section.key, claim.letter) in PLACES]
+        places = places_of(section)
+        claims = [claim for claim in section.claims if claim.letter in places]
         if not claims:
             continue
         parts += ["", f"## {section.title}", "", f"`{section.source}`: {section.budget}", ""]
         parts += ["| claim | in the paper | comparison | verdict | ours |", "| --- | --- | --- | --- | --- |"]
         for first, comparisons in grouped(claims):
             for number, claim in enumerate(comparisons):
-                head = (first.sentence, PLACES[section.key, first.letter]) if number == 0 else ("", "")
+                head = (first.sentence, places[first.letter]) if number == 0 else ("", "")
                 cells = (*head, claim.pair, f"**{claim.verdict}**", claim.numbers)
                 parts.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
         parts += ["", "May not be concluded:", "", *(f"- {line}" for line in section.not_concluded)]
@@ -160,7 +140,7 @@ def markdown(sections: Sequence[Section]) -> str:
 
 
 def picture(sections: Sequence[Section]) -> str:
-    """Verdicts by experiment as an SVG: a bar a section, a piece a comparison, coloured by its verdict."""
+    """Verdicts by experiment as an SVG: one bar per section, one piece per comparison, coloured by its verdict."""
     shown = [section for section in sections if section.claims]
     if not shown:
         return ""

@@ -1,4 +1,4 @@
-"""Rows in, one self-contained HTML page out: no network, no script from elsewhere, nothing but the rows."""
+"""The report: one self-contained HTML page from rows, without network references."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _HERE = Path(__file__).parent
 
 
 def build(runs: Sequence[Path], output: Path) -> list[Section]:
-    """Write the report on the given run folders to ``output``; returns its sections."""
+    """Write the report on some run folders to ``output``; returns its sections."""
     try:
         import jinja2
     except ImportError:
@@ -62,7 +62,7 @@ def build(runs: Sequence[Path], output: Path) -> list[Section]:
 
 
 def sections_of(folder: Path) -> list[Section]:
-    """The sections of one run folder, from its rows alone."""
+    """The sections of one run folder, from its rows."""
     if not (folder / ROWS).is_file() or not (folder / CONFIG).is_file():
         raise FileNotFoundError(f"{folder} is not the output folder of `efla reproduce`: it lacks {ROWS} or {CONFIG}")
     rows = parse((folder / ROWS).read_bytes()).rows
@@ -83,7 +83,7 @@ def _distinct(runs: Sequence[Path]) -> list[Path]:
 
 
 def _colours() -> str:
-    """Each curve's colour as a variable of the style sheet, lighter on a dark page."""
+    """The colour of each curve as a CSS variable, lighter on a dark page."""
     lines: dict[str, Any] = {**RULES, **ARMS}
     light = "".join(f"--c-{key}:{line.color};" for key, line in lines.items())
     dark = "".join(f"--c-{key}:{_lighter(line.color)};" for key, line in lines.items())

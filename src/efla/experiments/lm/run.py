@@ -7,6 +7,7 @@ import shutil
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import ClassVar
 
 import torch
 
@@ -28,6 +29,13 @@ class LanguageModels(Experiment[LmConfig]):
 
     name = "lm"
     title = "Language models over bytes"
+    claim = "EFLA has a lower perplexity and a higher zero-shot accuracy than DeltaNet"
+    places: ClassVar[dict[str, str]] = {
+        "a": "Table 1, 340M and 1.3B",
+        "b": "Table 1, gated variants",
+        "c": "Table 1, Section 4.2",
+        "d": "Table 1, averages",
+    }
     config_class = LmConfig
 
     def cells(self) -> list[Cell]:

@@ -164,6 +164,8 @@ class Mad(Experiment[MadConfig]):
 
     name = "mad"
     title = "MAD: six synthetic tasks"
+    claim = "EFLA is better than DeltaNet on the six MAD tasks"
+    places = dict.fromkeys("abc", "Section 4.5, MAD")
     config_class = MadConfig
 
     def cells(self) -> list[Cell]:

@@ -232,6 +232,8 @@ class SmnistRobustness(Experiment[SmnistConfig]):
 
     name = "smnist"
     title = "Sequential MNIST under corruption"
+    claim = "EFLA is more robust than DeltaNet to scaled, noisy and dropped pixels"
+    places = dict.fromkeys("ab", "Section 4.3, figure on sMNIST")
     config_class = SmnistConfig
 
     @classmethod
@@ -325,6 +327,8 @@ class LearningRateRobustness(SmnistRobustness):
 
     name = "lr"
     title = "Learning-rate robustness"
+    claim = "EFLA is less sensitive to the learning rate"
+    places = dict.fromkeys("cde", "Section 4.4, learning rates")
 
     @classmethod
     def plot(cls, rows: Sequence[Record], folder: Path) -> list[Path]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -24,6 +24,8 @@ class Throughput(Experiment[ThroughputConfig]):
 
     name = "throughput"
     title = "Training throughput"
+    claim = "EFLA trains at nearly the same throughput as DeltaNet"
+    places: ClassVar[dict[str, str]] = {"a": "Section 4.6, throughput figure", "b": "Abstract, conclusion"}
     config_class = ThroughputConfig
     side_by_side = False
 
