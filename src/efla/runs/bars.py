@@ -1,4 +1,4 @@
-"""Bar charts with error bars as SVG, read by mouse and keyboard as the line charts are."""
+"""Bar charts with error bars as SVG, readable by mouse and keyboard like the line charts."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from efla.runs.chart import HEIGHT, WIDTH, Chart, Point, render, tidy
 
 _LEFT, _RIGHT, _TOP, _BOTTOM = 58, 22, 22, 46
 _NUMBERED = 8
-"""Up to so many bars carry their number."""
+"""Charts with at most this many bars show their numbers."""
 
 
 @dataclass(frozen=True)
 class BarSeries:
-    """One bar per group, or ``None`` where there is none; ``key`` names the colour in the style sheet."""
+    """One bar per group, or ``None``; ``key`` names the colour in the style sheet."""
 
     key: str
     label: str
@@ -131,7 +131,7 @@ def _describe(chart: Bars) -> str:
 
 
 def _values(chart: Bars, shown: Sequence[BarSeries], centres: Sequence[float]) -> str:
-    """What hovering shows: per group its pixel, its name and a line per bar."""
+    """The values shown on hover: per group its pixel, its name and a line per bar."""
     found = []
     for i, (centre, name) in enumerate(zip(centres, chart.groups, strict=True)):
         lines = [[series.key, series.label, point.text] for series in shown if (point := series.points[i]) is not None]

@@ -15,7 +15,7 @@ DASHES = {"-": "none", "--": "7 4", ":": "2 3", "-.": "8 3 2 3"}
 
 @dataclass(frozen=True)
 class Point:
-    """A value with its band; ``text`` is what hovering shows."""
+    """A value with its band; ``text`` is shown on hover."""
 
     x: float
     y: float
@@ -70,7 +70,7 @@ class _Scale:
 
 
 def render(chart: Chart) -> str:
-    """The chart as an SVG element. Curves are clipped to the axes; values that are not finite leave a gap."""
+    """The chart as an SVG element. Curves are clipped to the axes; non-finite values leave a gap."""
     xs = sorted({point.x for series in chart.series for point in series.points})
     if not xs:
         return '<p class="empty">no values</p>'
@@ -105,7 +105,7 @@ def swatch(series: Series) -> str:
 
 
 def tidy(value: float) -> str:
-    """A number as a reader would write it."""
+    """A number in short form."""
     if value == 0 or 1e-3 <= abs(value) < 1e5:
         return f"{value:.4g}"
     return f"{value:.0e}".replace("e-0", "e-").replace("e+0", "e").replace("e+", "e")
@@ -185,7 +185,7 @@ def _describe(chart: Chart) -> str:
 
 
 def _values(chart: Chart, xs: Sequence[float], x: _Scale) -> str:
-    """What hovering shows: per x its pixel, its text and a line per series."""
+    """The values shown on hover: per x its pixel, its text and a line per series."""
     shown = []
     by_series = [{point.x: point for point in series.points} for series in chart.series]
     for value in xs:

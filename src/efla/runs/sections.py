@@ -1,4 +1,4 @@
-"""What a section of the report is, and what the experiments share in making one."""
+"""The parts of a report section, and helpers that the experiments share."""
 
 from __future__ import annotations
 
@@ -9,11 +9,12 @@ from efla.runs.bars import Bars
 from efla.runs.chart import Chart, Point, Series
 from efla.runs.records import Record
 from efla.runs.statistics import Claim, Spread
+from efla.runs.style import ARMS
 
 
 @dataclass(frozen=True)
 class Table:
-    """A table; ``wide`` ones start folded."""
+    """A table; a ``wide`` one is folded at first."""
 
     title: str
     columns: Sequence[str]
@@ -51,12 +52,20 @@ class Section:
 def points(
     x: Sequence[float], curve: Sequence[Spread], unit: float = 1.0, digits: int = 1, suffix: str = ""
 ) -> list[Point]:
-    """Points of a curve over seeds with a band of plus and minus one standard deviation."""
+    """Points of a curve over seeds with a band of ± one standard deviation."""
     found = []
     for at, value in zip(x, curve, strict=True):
         mean, std = unit * value.mean, unit * value.std if value.n > 1 else 0.0
         found.append(Point(float(at), mean, mean - std, mean + std, value.text(unit, digits) + suffix))
     return found
+
+
+def arm_series(
+    arm: str, x: Sequence[float] = (), curve: Sequence[Spread] = (), unit: float = 1.0, digits: int = 1
+) -> Series:
+    """The curve of an arm over seeds; without points, its entry in a legend."""
+    line = ARMS[arm]
+    return Series(arm, line.label, points(x, curve, unit, digits), line.dash, line.width)
 
 
 def settings_table(cells: Sequence[Record]) -> list[tuple[str, str]]:
@@ -70,7 +79,7 @@ def settings_table(cells: Sequence[Record]) -> list[tuple[str, str]]:
 
 
 def budget(cells: Sequence[Record]) -> str:
-    """How much was spent: cells, hours, when."""
+    """The cost of the rows: cells, hours and dates."""
     seconds = sum(float(row["wall_seconds"]) for row in cells)
     amount = (
         f"{seconds / 3600:.1f} h"

@@ -1,4 +1,4 @@
-"""Means over seeds with their spread, and the rule by which a claim is seen, not seen or reversed."""
+"""Means over seeds with their spread, selection of rows, and the rule that decides whether a claim is seen."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ class Spread(NamedTuple):
         return f"{self.mean * unit:.{digits}f}{spread}"
 
     def percent(self, digits: int = 1) -> str:
-        """A share as ``81.2 ± 0.4 %``; without a number the text alone."""
+        """A share as ``81.2 ± 0.4 %``."""
         text = self.text(100, digits)
         return text if math.isnan(self.mean) else f"{text} %"
 
 
 def spread(values: Iterable[float]) -> Spread:
-    """Mean and standard deviation of the values; a non-finite one makes the mean not-a-number, it is not left out."""
+    """Mean and standard deviation of the values; both are not-a-number if a value is not finite."""
     array = np.asarray(list(values), dtype=np.float64)
     if len(array) == 0 or not np.isfinite(array).all():
         return Spread(math.nan, math.nan, len(array))
@@ -95,11 +95,11 @@ SEEN, NOT_SEEN, REVERSED, NOT_JUDGED = "seen", "not seen", "reversed", "not judg
 
 def judge(ours: Spread, theirs: Spread, *, lower_is_better: bool = False) -> str:
     """Whether ours is better: "seen" if the means differ by more than the larger standard deviation, "reversed" if they
-    do the other way round, else "not seen"; "not judged" with fewer than two seeds or without a number."""
+    do so in the other direction, else "not seen"; "not judged" with fewer than two seeds."""
     if ours.n < 2 or theirs.n < 2:
         return NOT_JUDGED
     if math.isnan(ours.mean) or math.isnan(theirs.mean):
-        # A diverged run has no loss: the arm without one is the worse.
+        # A diverged run has no loss: the arm without one is worse.
         if math.isnan(ours.mean) and math.isnan(theirs.mean):
             return NOT_SEEN
         return REVERSED if math.isnan(ours.mean) else SEEN
@@ -110,7 +110,7 @@ def judge(ours: Spread, theirs: Spread, *, lower_is_better: bool = False) -> str
 
 
 def effect(ours: Spread, theirs: Spread, *, lower_is_better: bool = False) -> float | None:
-    """By how many of the larger standard deviations ours is better (negative: worse); ``None`` where nothing is judged."""
+    """By how many of the larger standard deviations ours is better (negative: worse); ``None`` without a verdict."""
     if judge(ours, theirs) == NOT_JUDGED or math.isnan(ours.mean) or math.isnan(theirs.mean):
         return None
     difference = (theirs.mean - ours.mean) if lower_is_better else (ours.mean - theirs.mean)
@@ -119,9 +119,9 @@ def effect(ours: Spread, theirs: Spread, *, lower_is_better: bool = False) -> fl
 
 
 class Claim(NamedTuple):
-    """A sentence of the paper, for one pair of arms: the verdict and the numbers behind it.
+    """A sentence of the paper for one pair of arms, the verdict and its numbers.
 
-    Claims with the same letter and sentence are comparisons of one claim, the most telling one first.
+    Claims with the same letter and sentence are comparisons of one claim, the most important one first.
     """
 
     letter: str
@@ -130,7 +130,7 @@ class Claim(NamedTuple):
     verdict: str
     numbers: str
     effect: float | None = None
-    """What :func:`effect` says of the comparison, where it is one of two means."""
+    """The :func:`effect` of a comparison of two means."""
 
 
 def grouped(claims: Sequence[Claim]) -> list[tuple[Claim, list[Claim]]]:

@@ -1,4 +1,4 @@
-"""One look for all figures: a colour and a line for each rule (colours after Okabe and Ito, safe for the colour-blind)."""
+"""The style of all figures: a colour and a line for each rule and arm (Okabe-Ito colours, safe for colour blindness)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 
 class Line(NamedTuple):
-    """How a curve is drawn and what the legend calls it."""
+    """The label, colour and line of a curve."""
 
     label: str
     color: str
@@ -47,7 +47,7 @@ ARMS = {
 
 @contextmanager
 def figure_style() -> Iterator[Any]:
-    """Matplotlib, without a display, with this project's settings; yields ``matplotlib.pyplot``."""
+    """Matplotlib without a display and with this project's settings; yields ``matplotlib.pyplot``."""
     try:
         import matplotlib
     except ImportError:

@@ -26,7 +26,7 @@ Instance = tuple[Ints, Ints]
 def in_context_recall(setting: Setting, rng: Generator, *, training: bool) -> Instance:
     """Plain and noisy multi-query recall: key-value pairs, the value asked for wherever its key was shown before.
 
-    An instance whose every slot is noise (possible only if the protected slot is the last one) is drawn again.
+    An instance in which every slot is noise (possible only if the protected slot is the last one) is drawn again.
     """
     pairs = setting.seq_len // 2
     while True:
@@ -59,7 +59,7 @@ def fuzzy_in_context_recall(
 ) -> Instance:
     """Recall of value motifs by key motifs (ordered tuples of distinct tokens), left-padded.
 
-    ``guarantee_probe`` forces the probe's first showing in what would be the loop's last iteration.
+    ``guarantee_probe`` shows the probe in the last iteration at the latest.
     """
     kmax, vmax, length = setting.k_motif_size, setting.v_motif_size, setting.seq_len
     key_sizes = range(1, kmax + 1) if training else range(kmax, kmax + 1)
@@ -124,19 +124,19 @@ def compression(setting: Setting, rng: Generator) -> Instance:
 
 
 def memorization_map(setting: Setting, seed: int) -> dict[int, int]:
-    """The fixed key-value map; it depends on the vocabulary and the seed only, and has a generator of its own."""
+    """The fixed key-value map. It depends only on the vocabulary and the seed, and has its own generator."""
     rng = np.random.default_rng(seed)
     keys, values = list(setting.keys), list(setting.values)
     rng.shuffle(keys)
     rng.shuffle(values)
-    return dict(zip(keys, values, strict=False))  # one value may stay over
+    return dict(zip(keys, values, strict=False))  # one value may be left over
 
 
 def memorization(setting: Setting, rng: Generator, value_of: dict[int, int]) -> Instance:
     """Keys, each followed by a marker at which the key's fixed value is asked for."""
     half = setting.seq_len // 2
-    keys = list(value_of)  # in the map's own, shuffled order: the number drawn is a place in it
-    rng.choice(half)  # where noise would not go; unused, but it advances the stream
+    keys = list(value_of)  # in the map's shuffled order: the number drawn is an index into it
+    rng.choice(half)  # the slot protected from noise; unused here, but it advances the stream
     inputs = np.full(setting.seq_len, setting.marker, dtype=np.int64)
     targets = np.full(setting.seq_len, IGNORE, dtype=np.int64)
     for i in range(half):

@@ -53,8 +53,7 @@ def _finish(plt: Any, figure: Any, axes: Any, tasks: Sequence[str], folder: Path
 
 
 def _bars(axis: Any, rows: Sequence[Record], task: str, arms: Sequence[str]) -> None:
-    """A group of bars per setting, an arm's bar in its colour, ± one standard deviation where there are seeds; no
-    finite run: words in its place."""
+    """A group of bars per setting, ± one standard deviation if there are several seeds; a text if no run is finite."""
     settings = settings_of(rows, task)
     width = 0.8 / max(1, len(arms))
     for i, arm in enumerate(arms):

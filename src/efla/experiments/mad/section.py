@@ -26,9 +26,9 @@ from efla.experiments.mad.config import TASK_ORDER
 from efla.experiments.mad.plot import TITLES
 from efla.experiments.mad.tasks import OVERLAP_WARNING
 from efla.runs.bars import Bars, BarSeries
-from efla.runs.chart import Chart, Point, Series
+from efla.runs.chart import Chart, Point
 from efla.runs.records import Record, number
-from efla.runs.sections import Figure, Section, Table, budget, points, settings_table
+from efla.runs.sections import Figure, Section, Table, arm_series, budget, settings_table
 from efla.runs.statistics import Rows, Spread
 from efla.runs.style import ARMS
 
@@ -38,7 +38,7 @@ def sections(rows: Sequence[Record], source: str) -> list[Section]:
     cells = Rows(rows).cells()
     profile = cells[0]["profile"]
     arms, tasks = arms_of(rows), tasks_of(rows)
-    legend = [Series(arm, ARMS[arm].label, [], ARMS[arm].dash, ARMS[arm].width) for arm in arms]
+    legend = [arm_series(arm) for arm in arms]
     note = "The best of the learning rates (and weight decays); mean over seeds ± one standard deviation (no mark: one seed)."
     figures = [
         Figure("Accuracy by task and setting", note, [_bars(rows, task, arms) for task in tasks], legend),
@@ -87,23 +87,14 @@ def _point(score: Spread) -> Point | None:
 
 def _curves(rows: Sequence[Record], task: str, arms: Sequence[str]) -> Chart:
     setting = settings_of(rows, task)[0]
-    series = [
-        Series(
-            arm,
-            ARMS[arm].label,
-            points(*loss_curve(rows, task, setting, arm), digits=3),
-            ARMS[arm].dash,
-            ARMS[arm].width,
-        )
-        for arm in arms
-    ]
+    series = [arm_series(arm, *loss_curve(rows, task, setting, arm), digits=3) for arm in arms]
     drawn = [one for one in series if one.points]
     top = max((point.y for one in drawn for point in one.points if math.isfinite(point.y)), default=1.0)
     return Chart(f"{TITLES[task]}, {setting}", "optimiser step", "training loss", drawn, (0, 1.05 * top))
 
 
 def _published_table(rows: Sequence[Record], arms: Sequence[str]) -> Table:
-    """Task scores of our arms and, below them, the numbers others print."""
+    """Task scores of our arms and, below them, published ones."""
     lines = []
     for arm in arms:
         scores = [task_score(rows, task, arm) for task in TASK_ORDER]
@@ -152,7 +143,7 @@ def _percent(value: float) -> str:
 
 
 def _not_concluded(rows: Sequence[Record], cells: Sequence[Record]) -> list[str]:
-    """The limits of these rows, worked out from them."""
+    """The limits of these rows."""
     found = [
         "That a difference between exact-flow and delta-l2 is due to the rule: they differ in rule and key norm at once. "
         "Only delta-raw differs from exact-flow in the rule alone.",

@@ -61,7 +61,7 @@ def mad(
     num_tokens_to_copy: int | None = None,
     guarantee_probe: bool = False,
 ) -> int:
-    """Print an instance of a MAD task: input tokens coloured by kind, and below each its target where it has one.
+    """Print an instance of a MAD task: input tokens coloured by kind, and below each its target if it has one.
 
     Args:
         what: show.
@@ -73,7 +73,7 @@ def mad(
         seq_len: instead of the baseline's.
         frac_noise: share of noise pairs (noisy recall) instead of the baseline's.
         num_tokens_to_copy: content tokens (selective copying) instead of the baseline's.
-        guarantee_probe: fuzzy recall always shows its probe before asking for it.
+        guarantee_probe: fuzzy recall always shows its probe before it asks for it.
     """
     if index < 0:
         raise ValueError(f"index must be 0 or more, got {index}")
@@ -100,7 +100,7 @@ def mad(
 
 
 def token_kind(setting: Setting, token: int) -> str:
-    """What a token is: key, value, noise, pad, content, blank or marker."""
+    """The kind of a token: key, value, noise, pad, content, blank or marker."""
     task = setting.task
     if task == "selective-copying":
         return "marker" if token == setting.marker else "blank" if token == setting.blank else "content"
@@ -114,7 +114,7 @@ def token_kind(setting: Setting, token: int) -> str:
 
 
 def describe(setting: Setting, training: bool) -> list[Text]:
-    """What the task asks, and which tokens are what."""
+    """What the task asks for, and the kinds of its tokens."""
     title = f"{setting.task}, {'training' if training else 'test'} instance"
     story = _STORIES[setting.task]
     if training and "recall" in setting.task:

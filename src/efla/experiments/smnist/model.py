@@ -1,4 +1,4 @@
-"""The classifiers: pixel embedding with positions, one linear-attention mixer, ten logits; ours and the authors'.
+"""Our classifiers and the authors': pixel embedding with positions, one linear-attention mixer, ten logits.
 
 Shapes: B images, T pixels, D = width, H heads of width K = V = D / H.
 """
@@ -22,11 +22,11 @@ from efla.rules.exact_flow import ExactFlow
 from efla.scans.keys import l2_normalize
 
 PARAMETERS = {("bare", 784): 68_298, ("bare", 196): 30_666, ("authors", 784): 63_371}
-"""Parameters of the ungated arms with one layer and one head; the same for each of them, asserted at every start."""
+"""Parameters of every ungated arm with one layer and one head; asserted whenever a model is built."""
 
 
 class Probe:
-    """What the mixers report in passing: beta * lam of every token, and the time spent in scans."""
+    """Collects beta * lam of every token and the time spent in scans."""
 
     def __init__(self) -> None:
         self.step_sizes: list[Tensor] = []
@@ -38,12 +38,12 @@ class Probe:
         self.step_sizes.append(step_size if self.keep_all else step_size.amax())
 
     def take(self) -> Tensor:
-        """All step sizes seen since the last call, flat."""
+        """All step sizes since the last call, flattened."""
         seen, self.step_sizes = self.step_sizes, []
         return torch.cat([x.flatten() for x in seen])
 
     def scan(self, q: Tensor, k: Tensor, v: Tensor, beta: Tensor, log_gate: Tensor | None, **options: Any) -> Tensor:
-        """The scan, with its time forwards and, by hooks on what goes in and comes out, backwards."""
+        """The scan, timed in the forward pass and, by hooks on its input and output, in the backward pass."""
         start = time.perf_counter()
         o, _ = efla.linear_attention(q, k, v, beta, log_gate, **options)
         self.scan_seconds += time.perf_counter() - start
@@ -60,7 +60,7 @@ class Probe:
 
 
 class Mixer(nn.Module):
-    """The shared shell of the delta-family mixers: q, k, v by projection, convolution and SiLU; scan; norm; Wo.
+    """The mixer of all arms: q, k, v by projection, convolution and SiLU; scan; norm; Wo.
 
     beta = sigmoid(Wb x); q / sqrt(q.q + 1e-6); keys likewise in the L2 arms. x: [B, T, D] -> [B, T, D].
     Without ``conv`` and with ``norm=False`` it is the mixer of the residual block.
@@ -78,7 +78,7 @@ class Mixer(nn.Module):
         self.out = nn.Linear(D, D, bias=False)
 
     def add_gate(self) -> None:
-        """Gate and output gate of the gated arms; drawn after everything else, so that shared tensors stay equal."""
+        """Add gate and output gate of the gated arms. They are drawn last, so the shared tensors are equal in all arms."""
         if not get(self.arm.rule).needs_gate:
             return
         D, H = self.q.in_features, self.heads
@@ -127,7 +127,7 @@ class SmnistSwiGLU(nn.Module):
 
 
 class Block(nn.Module):
-    """One of three ways to place the mixer.
+    """A block: one of three placements of the mixer.
 
     bare:      y = mixer(x)
     prenorm:   y = x + mixer(RMSNorm(x));  y + SwiGLU(RMSNorm(y))
@@ -184,7 +184,7 @@ class Classifier(nn.Module):
 
 
 class ClampedExactFlow(ExactFlow):
-    """Exact flow as the authors' script writes it, to show that the clamps change nothing."""
+    """Exact flow with the clamps of the authors' script, to show that they change nothing."""
 
     name = "efla_clamped"
 
@@ -199,9 +199,9 @@ class AuthorsClassifier(nn.Module):
 
         x_t = gelu(w p_t + P_t);   q, k, v = Wq x, Wk x, Wv x;   beta = sigmoid(Wb x + b);   head(LayerNorm(S_T^T q_T))
 
-    One head. Keys of the L2 arms are k / |k|; queries are neither normalised nor scaled. Everything is drawn in the
-    script's order, so that equal seeds give the script's initial weights and, by ``order_seed``, its order of the data.
-    The blocks in ``AUTHORS_CHANGES`` change one thing each and draw what is theirs last.
+    One head. Keys of the L2 arms are k / |k|; queries are neither normalised nor scaled. All weights are drawn in the
+    script's order, so equal seeds give the script's initial weights and, by ``order_seed``, its order of the data. The
+    blocks in ``AUTHORS_CHANGES`` make one change each and draw their own weights last.
     """
 
     def __init__(self, config: SmnistConfig, block: str, arm: str) -> None:
@@ -219,7 +219,7 @@ class AuthorsClassifier(nn.Module):
         for linear in (self.q, self.k, self.v):
             nn.init.xavier_uniform_(linear.weight)
         nn.init.constant_(self.beta.bias, -2.0)
-        # What torch's DataLoader draws next: a seed for its workers, then one for the permutation.
+        # The next draws of torch's DataLoader: a seed for its workers, then one for the permutation.
         _, self.order_seed = (int(torch.empty((), dtype=torch.int64).random_()) for _ in range(2))
         convs = [ShortConvolution(D, activation=None) for _ in range(3)] if block == "authors-conv" else []
         self.convs = nn.ModuleList(convs)
@@ -258,7 +258,7 @@ class ParameterGroups(NamedTuple):
 
 
 def build(config: SmnistConfig, block: str, arm: str, seed: int) -> Model:
-    """A classifier whose initial weights depend on the seed and the block only: every arm draws in the same order."""
+    """A classifier. Its initial weights depend only on the seed and the block: every arm draws in the same order."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = (AuthorsClassifier if block.startswith("authors") else Classifier)(config, block, arm)
@@ -274,7 +274,7 @@ def parameter_count(model: nn.Module) -> int:
 
 
 def parameter_groups(model: nn.Module) -> ParameterGroups:
-    """All parameters are decayed but the gate's rate and bias (gated arms only)."""
+    """All parameters have weight decay except the gate's rate and bias (gated arms only)."""
     groups = ParameterGroups([], [])
     for name, parameter in model.named_parameters():
         (groups.undecayed if name.endswith(("a_log", "dt_bias")) else groups.decayed).append(parameter)

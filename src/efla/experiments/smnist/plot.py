@@ -29,7 +29,7 @@ PANELS = {
 
 
 def plot(rows: Sequence[Record], folder: Path) -> list[Path]:
-    """One figure per block for the main arms, a row of panels per rate; a second one with every arm where there are more."""
+    """A figure per block for the main arms, with a row of panels per rate; a second one with all arms if there are more."""
     files: list[Path] = []
     conditions = conditions_of(rows)
     for block in dict.fromkeys(at.block for at in conditions):
@@ -69,7 +69,7 @@ def _figure(
 
 
 def band(axis: Any, x: Sequence[float], curve: Sequence[Spread], arm: str, unit: float) -> None:
-    """A curve with a band of plus and minus one standard deviation."""
+    """A curve with a band of ± one standard deviation."""
     if not x:
         return
     line = ARMS[arm]
@@ -97,7 +97,7 @@ def accuracy_floor(rows: Sequence[Record]) -> float:
 
 
 def plot_rates(rows: Sequence[Record], folder: Path, block: str = "bare") -> list[Path]:
-    """Loss and accuracy against the rate; a diverged run keeps its place at the top edge with a cross."""
+    """Loss and accuracy against the rate. A diverged run is a cross at the top edge."""
     rates = rates_of(rows, block)
     if not rates:
         return []

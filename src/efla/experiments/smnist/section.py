@@ -21,15 +21,14 @@ from efla.experiments.smnist.config import CHANCE_LOSS, MAIN_ARMS
 from efla.experiments.smnist.plot import PANELS, accuracy_floor
 from efla.runs.chart import Chart, Series, tidy
 from efla.runs.records import Record, number
-from efla.runs.sections import Figure, Section, Table, budget, points, settings_table
+from efla.runs.sections import Figure, Section, Table, arm_series, budget, settings_table
 from efla.runs.statistics import Rows, Spread
-from efla.runs.style import ARMS
 
 _NOTE = "Mean over seeds; the band is ± one standard deviation (no band: one seed)."
 
 
 def sections(rows: Sequence[Record], source: str) -> list[Section]:
-    """Corruption if any run was tested on it, learning rates if there are at least two."""
+    """A section on corruption if a run was tested on it, and one on learning rates if there are at least two."""
     found = []
     if conditions_of(rows):
         found.append(_corruption(rows, source))
@@ -73,33 +72,25 @@ def _rates(rows: Sequence[Record], source: str) -> Section:
     cells = Rows(rows).cells().where(block="bare")
     rates = rates_of(rows)
     arms = [arm for arm in arms_of(cells) if arm in MAIN_ARMS]
-    legend = [_series(arm, [], []) for arm in arms]
-    against = []
-    for field, title, label, unit, digits, y_range in (
-        (
-            "final_loss",
-            "Final training loss  (× diverged)",  # noqa: RUF001
-            "loss, last tenth of the steps",
-            1.0,
-            3,
-            (0.0, CHANCE_LOSS),
-        ),
-        ("clean_accuracy", "Clean test accuracy", "accuracy, %", 100.0, 1, (accuracy_floor(cells), 100.0)),
-    ):
+    legend = [arm_series(arm) for arm in arms]
+    crosses = [(row["arm"], row["rate"]) for row in cells if row["diverged"] and row["arm"] in arms]
+
+    def against_rate(field: str, unit: float, digits: int) -> list[Series]:
         drawn = []
         for arm in arms:
-            curve = [runs_of(rows, Condition("bare", rate), arm).spread(field) for rate in rates]
-            kept = [(rate, value) for rate, value in zip(rates, curve, strict=True) if value.n]
-            drawn.append(_series(arm, [rate for rate, _ in kept], [value for _, value in kept], unit, digits))
-        crosses = (
-            [(row["arm"], row["rate"]) for row in cells if row["diverged"] and row["arm"] in arms]
-            if unit == 1.0
-            else []
-        )
-        against.append(Chart(title, "learning rate", label, drawn, y_range, log_x=True, x_ticks=rates, crosses=crosses))
+            kept = [(rate, value) for rate in rates if (value := _run_spread(cells, rate, arm, field)).n]
+            drawn.append(arm_series(arm, [rate for rate, _ in kept], [value for _, value in kept], unit, digits))
+        return drawn
+
+    against = [
+        Chart("Final training loss  (× diverged)", "learning rate", "loss, last tenth of the steps",  # noqa: RUF001
+              against_rate("final_loss", 1.0, 3), (0.0, CHANCE_LOSS), log_x=True, x_ticks=rates, crosses=crosses),
+        Chart("Clean test accuracy", "learning rate", "accuracy, %", against_rate("clean_accuracy", 100.0, 1),
+              (accuracy_floor(cells), 100.0), log_x=True, x_ticks=rates),
+    ]  # fmt: skip
     curves = [
         Chart(f"Training at rate {rate:g}", "step", "training loss",
-              [_series(arm, *loss_curve(rows, Condition("bare", rate), arm), 1.0, 3) for arm in arms], (0, 2.5))
+              [arm_series(arm, *loss_curve(rows, Condition("bare", rate), arm), 1.0, 3) for arm in arms], (0, 2.5))
         for rate in rates
     ]  # fmt: skip
     table = Table(
@@ -109,8 +100,8 @@ def _rates(rows: Sequence[Record], source: str) -> Section:
             [arm, f"{rate:g}", str(loss.n), loss.text(1, 3), accuracy.text(100), _diverged(cells, arm, rate)]
             for arm in arms_of(cells)
             for rate in rates
-            if (loss := runs_of(cells, Condition("bare", rate), arm).spread("final_loss")).n
-            and (accuracy := runs_of(cells, Condition("bare", rate), arm).spread("clean_accuracy")).n
+            if (loss := _run_spread(cells, rate, arm, "final_loss")).n
+            and (accuracy := _run_spread(cells, rate, arm, "clean_accuracy")).n
         ],
     )
     return Section(
@@ -134,19 +125,14 @@ def _rates(rows: Sequence[Record], source: str) -> Section:
 def _figure(rows: Sequence[Record], at: Condition, arms: Sequence[str], name: str) -> Figure:
     charts = []
     for kind, label in PANELS.items():
-        drawn = [_series(arm, *levels_of(rows, at, arm, kind).curve("level", "accuracy"), 100.0) for arm in arms]
+        drawn = [arm_series(arm, *levels_of(rows, at, arm, kind).curve("level", "accuracy"), 100.0) for arm in arms]
         ticks = [1, 2, 4, 8, 16] if kind == "scale" else None
         charts.append(
             Chart(kind.capitalize(), label, "accuracy, %", drawn, (0, 100), log_x=kind == "scale", x_ticks=ticks)
         )
-    drawn = [_series(arm, *loss_curve(rows, at, arm), 1.0, 3) for arm in arms]
+    drawn = [arm_series(arm, *loss_curve(rows, at, arm), 1.0, 3) for arm in arms]
     charts.append(Chart("Training", "step", "loss (window of 20 steps)", drawn, (0, 2.5)))
-    return Figure(name[0].upper() + name[1:], _NOTE, charts, [_series(arm, [], []) for arm in arms])
-
-
-def _series(arm: str, x: Sequence[float], curve: Sequence[Spread], unit: float = 1.0, digits: int = 1) -> Series:
-    line = ARMS[arm]
-    return Series(arm, line.label, points(x, curve, unit, digits), line.dash, line.width)
+    return Figure(name[0].upper() + name[1:], _NOTE, charts, [arm_series(arm) for arm in arms])
 
 
 def _levels_table(rows: Sequence[Record], at: Condition, arms: Sequence[str], kind: str, name: str) -> Table:
@@ -178,13 +164,8 @@ def _step_sizes(rows: Sequence[Record], at: Condition, arms: Sequence[str], name
         ):
             _, curve = levels_of(rows, at, arm, "scale").curve("level", field)
             unit = 100 if field == "nonfinite" else 1
-            lines.append(
-                [
-                    arm,
-                    label,
-                    *(tidy(unit * point.mean) if math.isfinite(point.mean) else "not finite" for point in curve),
-                ]
-            )
+            values = (tidy(unit * point.mean) if math.isfinite(point.mean) else "not finite" for point in curve)
+            lines.append([arm, label, *values])
     return Table(f"Energy of the keys under scaling ({name})", ["arm", "number", *map(tidy, levels)], lines, wide=True)
 
 
@@ -203,8 +184,12 @@ def _runs_table(cells: Sequence[Record]) -> Table:
     return Table("Every run", columns, lines, wide=True)
 
 
+def _run_spread(cells: Sequence[Record], rate: float, arm: str, field: str) -> Spread:
+    return runs_of(cells, Condition("bare", rate), arm).spread(field)
+
+
 def _diverged(cells: Sequence[Record], arm: str, rate: float) -> str:
-    chosen = [row for row in cells if row["arm"] == arm and row["rate"] == rate]
+    chosen = Rows(cells).where(arm=arm, rate=rate)
     return f"{sum(bool(row['diverged']) for row in chosen)} of {len(chosen)}"
 
 
@@ -218,7 +203,7 @@ def _data(cells: Sequence[Record]) -> list[str]:
 
 
 def _not_concluded(cells: Sequence[Record]) -> list[str]:
-    """The limits of these rows, worked out from them."""
+    """The limits of these rows."""
     config = cells[0]["config"]
     seeds = {row["seed"] for row in cells}
     passes = config["steps"] * config["batch"] / cells[0]["data"]["train"]
