@@ -16,10 +16,10 @@ def report(
     output: Path = Path("report.html"),
     markdown: Path | None = None,
 ) -> int:
-    """Make the report: a verdict per claim of the paper, figures, tables, settings, and what may not be concluded.
+    """Make the report: a verdict per claim of the paper, figures, tables, settings, and limits of the conclusions.
 
     Args:
-        runs: output folders of `efla reproduce`.
+        runs: output folders of `efla reproduce` or `efla eval`.
         output: the HTML file to write.
         markdown: also write the claims, verdicts and numbers to this Markdown file.
     """

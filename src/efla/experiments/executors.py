@@ -23,8 +23,9 @@ from efla.runs.records import Record, dumps, from_record, to_record
 Emit = Callable[[Event], None]
 
 
-def run_inline(experiment: Experiment[Any], cells: Sequence[Cell], threads: int, emit: Emit) -> None:
-    """Run the cells one after another in this process."""
+def run_inline(experiment: Experiment[Any], cells: Sequence[Cell], workers: int, threads: int, emit: Emit) -> None:
+    """Run the cells one after another in this process. workers: must be 1."""
+    assert workers == 1
     for cell in cells:
         emit(Event("started", cell))
         try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +16,7 @@ from efla.experiments.executors import Emit, run_in_processes, run_inline, run_o
 from efla.experiments.experiment import Cell, Event, Experiment
 from efla.runs.folder import RunFolder
 
-EXECUTORS = ("inline", "process", "ray")
+EXECUTORS = {"inline": run_inline, "process": run_in_processes, "ray": run_on_ray}
 
 
 @dataclass(frozen=True)
@@ -115,21 +116,13 @@ def _expected(
 def _execute(
     executor: str, experiment: Experiment[Any], cells: Sequence[Cell], workers: int, threads: int, emit: Emit
 ) -> None:
-    if not cells:
-        return
-    if executor == "inline":
-        run_inline(experiment, cells, threads, emit)
-    elif executor == "process":
-        run_in_processes(experiment, cells, workers, threads, emit)
-    else:
-        run_on_ray(experiment, cells, workers, threads, emit)
+    if cells:
+        EXECUTORS[executor](experiment, cells, workers, threads, emit)
 
 
 def _check_grid(cells: Sequence[Cell]) -> None:
-    seen: set[str] = set()
-    for cell in cells:
-        if cell.id in seen:
-            raise ValueError(f"cell '{cell.id}' is in the grid twice")
-        seen.add(cell.id)
     if not cells:
         raise ValueError("the grid has no cells; give at least one arm, rate and seed")
+    name, count = Counter(cell.id for cell in cells).most_common(1)[0]
+    if count > 1:
+        raise ValueError(f"cell '{name}' is in the grid {count} times")

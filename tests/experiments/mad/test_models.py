@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from efla.experiments.experiment import Group
 from efla.experiments.mad.config import ARMS, TASK_ORDER, MadConfig, profile
 from efla.experiments.mad.exact import IGNORE
 from efla.experiments.mad.model import AutoEncoder, LanguageModel, build, loss_of, mixer, parameter_count, sinusoid
@@ -130,9 +131,9 @@ def test_every_arm_is_causal_and_has_gradients_everywhere(arm: str) -> None:
         ({"steps": None}, "steps or as epochs"),
         ({"batch": 0}, "batch must be at least 1"),
         ({"schedule": "linear"}, "constant"),
-        ({"groups": ((("memorization/baseline",), ("exactflow",), (1e-3,), (0.0,), (1,)),)}, "exact-flow"),
-        ({"groups": ((("memorization/V3",), ("exact-flow",), (1e-3,), (0.0,), (1,)),)}, "memorization/V1024"),
-        ({"groups": ((("memorization/baseline",), ("exact-flow",), (0.0,), (0.0,), (1,)),)}, "must be positive"),
+        ({"groups": (Group(("exactflow",), (1e-3,), (1,), settings=("memorization/baseline",)),)}, "exact-flow"),
+        ({"groups": (Group(("exact-flow",), (1e-3,), (1,), settings=("memorization/V3",)),)}, "memorization/V1024"),
+        ({"groups": (Group(("exact-flow",), (0.0,), (1,), settings=("memorization/baseline",)),)}, "must be positive"),
     ],
 )
 def test_impossible_configs_are_refused_with_the_reason(changes: dict[str, object], message: str) -> None:

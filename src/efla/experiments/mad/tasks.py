@@ -1,11 +1,7 @@
 """The six synthetic tasks of MAD: recall (plain, noisy, fuzzy), selective copying, compression, memorization.
 
 Settings are the baselines and a difficulty sweep that changes one parameter at a time. Data is generated or read from the
-published data sets (Zenodo record 10843663).
-
-    data = generate(baseline("in-context-recall"))
-    data.train_inputs, data.train_targets      # int64 [12800, 127]; -100 marks targets that do not count
-    for inputs, targets in torch.utils.data.DataLoader(data.train, batch_size=128, shuffle=True): ...
+published data sets (Zenodo record 10843663): ``generate(baseline("in-context-recall"))``.
 """
 
 from __future__ import annotations
