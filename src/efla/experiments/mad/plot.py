@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from efla.experiments.mad.claims import arms_of, loss_curve, setting_spread, settings_of, tasks_of
+from efla.experiments.mad import claims
 from efla.runs.records import Record
 from efla.runs.style import ARMS, figure_style, save
 
@@ -23,7 +23,7 @@ TITLES = {
 
 def plot(rows: Sequence[Record], folder: Path) -> list[Path]:
     """Bars per task in one figure, the training loss against the step in a second one."""
-    tasks, arms = tasks_of(rows), arms_of(rows)
+    tasks, arms = claims.tasks_of(rows), claims.arms_of(rows)
     if not tasks:
         return []
     with figure_style() as plt:
@@ -54,12 +54,12 @@ def _finish(plt: Any, figure: Any, axes: Any, tasks: Sequence[str], folder: Path
 
 def _bars(axis: Any, rows: Sequence[Record], task: str, arms: Sequence[str]) -> None:
     """A group of bars per setting, ± one standard deviation if there are several seeds; a text if no run is finite."""
-    settings = settings_of(rows, task)
+    settings = claims.settings_of(rows, task)
     width = 0.8 / max(1, len(arms))
     for i, arm in enumerate(arms):
         line = ARMS[arm]
         for j, setting in enumerate(settings):
-            score = setting_spread(rows, task, setting, arm)
+            score = claims.setting_spread(rows, task, setting, arm)
             if score.n == 0:
                 continue
             at = j + (i - (len(arms) - 1) / 2) * width
@@ -78,9 +78,9 @@ def _bars(axis: Any, rows: Sequence[Record], task: str, arms: Sequence[str]) -> 
 
 
 def _curves(axis: Any, rows: Sequence[Record], task: str, arms: Sequence[str]) -> None:
-    setting = settings_of(rows, task)[0]
+    setting = claims.settings_of(rows, task)[0]
     for arm in arms:
-        steps, values = loss_curve(rows, task, setting, arm)
+        steps, values = claims.loss_curve(rows, task, setting, arm)
         if steps:
             line = ARMS[arm]
             axis.plot(steps, [value.mean for value in values], color=line.color, linestyle=line.dash,

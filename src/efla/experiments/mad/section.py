@@ -5,23 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from efla.experiments.mad.claims import (
-    METRICS,
-    PAPER,
-    PUBLISHED,
-    arms_of,
-    claims,
-    comparability,
-    follows_the_reference,
-    loss_curve,
-    nonfinite,
-    overall_score,
-    seeds_of,
-    setting_spread,
-    settings_of,
-    task_score,
-    tasks_of,
-)
+from efla.experiments.mad import claims
 from efla.experiments.mad.config import TASK_ORDER
 from efla.experiments.mad.plot import TITLES
 from efla.experiments.mad.tasks import OVERLAP_WARNING
@@ -37,7 +21,7 @@ def sections(rows: Sequence[Record], source: str) -> list[Section]:
     """One section: six panels of bars, six of training curves, tables."""
     cells = Rows(rows).cells()
     profile = cells[0]["profile"]
-    arms, tasks = arms_of(rows), tasks_of(rows)
+    arms, tasks = claims.arms_of(rows), claims.tasks_of(rows)
     legend = [arm_series(arm) for arm in arms]
     note = "The best of the learning rates (and weight decays); mean over seeds ± one standard deviation (no mark: one seed)."
     figures = [
@@ -58,7 +42,7 @@ def sections(rows: Sequence[Record], source: str) -> list[Section]:
                 "Small models with two mixers learn six tasks that each need one skill: recalling (plain, among noise, by "
                 "motifs of several tokens), copying selectively, compressing, memorising."
             ),
-            claims=claims(rows),
+            claims=claims.claims(rows),
             figures=figures,
             tables=[_published_table(rows, arms), _settings(rows, arms), _runs(cells)],
             settings=settings_table(cells),
@@ -70,9 +54,9 @@ def sections(rows: Sequence[Record], source: str) -> list[Section]:
 
 
 def _bars(rows: Sequence[Record], task: str, arms: Sequence[str]) -> Bars:
-    names = settings_of(rows, task)
+    names = claims.settings_of(rows, task)
     series = [
-        BarSeries(arm, ARMS[arm].label, [_point(setting_spread(rows, task, name, arm)) for name in names])
+        BarSeries(arm, ARMS[arm].label, [_point(claims.setting_spread(rows, task, name, arm)) for name in names])
         for arm in arms
     ]
     return Bars(TITLES[task], "setting", "reference accuracy, %", names, series)
@@ -86,8 +70,8 @@ def _point(score: Spread) -> Point | None:
 
 
 def _curves(rows: Sequence[Record], task: str, arms: Sequence[str]) -> Chart:
-    setting = settings_of(rows, task)[0]
-    series = [arm_series(arm, *loss_curve(rows, task, setting, arm), digits=3) for arm in arms]
+    setting = claims.settings_of(rows, task)[0]
+    series = [arm_series(arm, *claims.loss_curve(rows, task, setting, arm), digits=3) for arm in arms]
     drawn = [one for one in series if one.points]
     top = max((point.y for one in drawn for point in one.points if math.isfinite(point.y)), default=1.0)
     return Chart(f"{TITLES[task]}, {setting}", "optimiser step", "training loss", drawn, (0, 1.05 * top))
@@ -97,29 +81,30 @@ def _published_table(rows: Sequence[Record], arms: Sequence[str]) -> Table:
     """Task scores of our arms and, below them, published ones."""
     lines = []
     for arm in arms:
-        scores = [task_score(rows, task, arm) for task in TASK_ORDER]
-        overall = overall_score(rows, arm)
+        scores = [claims.task_score(rows, task, arm) for task in TASK_ORDER]
+        overall = claims.overall_score(rows, arm)
         lines.append([f"ours: {arm}", _percent(overall), *(score.text(100) for score in scores)])
     lines += [
         [f"{row.model} ({row.source})", f"{row.mean:g}", *(f"{row.by_task()[task]:g}" for task in TASK_ORDER)]
-        for row in PUBLISHED
+        for row in claims.PUBLISHED
     ]
     lines += [
-        [f"{model} (EFLA paper, averages only)", str(mean), *("" for _ in TASK_ORDER)] for model, mean in PAPER.items()
+        [f"{model} (EFLA paper, averages only)", str(mean), *("" for _ in TASK_ORDER)]
+        for model, mean in claims.PAPER.items()
     ]
-    title = f"Task scores in %, published ones below. {comparability(rows)}"
+    title = f"Task scores in %, published ones below. {claims.comparability(rows)}"
     return Table(title, ["model", "mean", *(TITLES[task] for task in TASK_ORDER)], lines)
 
 
 def _settings(rows: Sequence[Record], arms: Sequence[str]) -> Table:
     """Both accuracies of every setting, at the best checkpoint and at the end, and the dropped runs."""
     lines = []
-    for task in tasks_of(rows):
-        for name in settings_of(rows, task):
-            for metric, label in METRICS.items():
-                values = [setting_spread(rows, task, name, arm, metric).text(100) for arm in arms]
+    for task in claims.tasks_of(rows):
+        for name in claims.settings_of(rows, task):
+            for metric, label in claims.METRICS.items():
+                values = [claims.setting_spread(rows, task, name, arm, metric).text(100) for arm in arms]
                 lines.append([f"{TITLES[task]}, {name}", label, *values])
-    dropped = [str(nonfinite(rows, arm)) for arm in arms]
+    dropped = [str(claims.nonfinite(rows, arm)) for arm in arms]
     lines.append(["all", "runs dropped because not finite", *dropped])
     return Table("Every setting, both metrics, in %", ["setting", "metric", *arms], lines, wide=True)
 
@@ -150,19 +135,19 @@ def _not_concluded(rows: Sequence[Record], cells: Sequence[Record]) -> list[str]
         "That the scores are free of selection: checkpoint, learning rate and early stop look at the test set, as in the "
         "reference. The scores at the end of training are in the folded table.",
     ]
-    if not follows_the_reference(rows):
-        found.insert(0, comparability(rows))
+    if not claims.follows_the_reference(rows):
+        found.insert(0, claims.comparability(rows))
     else:
         found.append(
             "That 0.7 points are an effect: three published DeltaNet averages (71.8, 69.7, 65.7) span 6 points."
         )
-    missing = [TITLES[task] for task in TASK_ORDER if task not in tasks_of(rows)]
+    missing = [TITLES[task] for task in TASK_ORDER if task not in claims.tasks_of(rows)]
     if missing:
         found.insert(0, f"Anything about {', '.join(missing)}: not run yet.")
     planned = _one_seed(rows)
     if planned:
         found.append(f"Any verdict on {', '.join(planned)}: run with one seed, so the spread is unknown.")
-    solved = [task for task in tasks_of(rows) if _solved(rows, task)]
+    solved = [task for task in claims.tasks_of(rows) if _solved(rows, task)]
     if solved:
         names = ", ".join(TITLES[task] for task in solved)
         found.append(
@@ -190,13 +175,13 @@ def _not_concluded(rows: Sequence[Record], cells: Sequence[Record]) -> list[str]
 def _one_seed(rows: Sequence[Record]) -> list[str]:
     return [
         f"{TITLES[task]} {name}"
-        for task in tasks_of(rows)
-        for name in settings_of(rows, task)
-        if max(len(seeds_of(rows, task, name, arm)) for arm in arms_of(rows)) < 2
+        for task in claims.tasks_of(rows)
+        for name in claims.settings_of(rows, task)
+        if max(len(claims.seeds_of(rows, task, name, arm)) for arm in claims.arms_of(rows)) < 2
     ]
 
 
 def _solved(rows: Sequence[Record], task: str) -> bool:
-    setting = settings_of(rows, task)[0]
-    scores = [setting_spread(rows, task, setting, arm) for arm in arms_of(rows)]
+    setting = claims.settings_of(rows, task)[0]
+    scores = [claims.setting_spread(rows, task, setting, arm) for arm in claims.arms_of(rows)]
     return all(score.mean > 0.99 for score in scores if score.n)

@@ -7,15 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from efla.experiments.smnist.claims import (
-    Condition,
-    arms_of,
-    conditions_of,
-    levels_of,
-    loss_curve,
-    rates_of,
-    runs_of,
-)
+from efla.experiments.smnist import claims
 from efla.experiments.smnist.config import CHANCE_LOSS, MAIN_ARMS
 from efla.runs.records import Record
 from efla.runs.statistics import Rows, Spread
@@ -31,25 +23,25 @@ PANELS = {
 def plot(rows: Sequence[Record], folder: Path) -> list[Path]:
     """A figure per block for the main arms, with a row of panels per rate; a second one with all arms if there are more."""
     files: list[Path] = []
-    conditions = conditions_of(rows)
+    conditions = claims.conditions_of(rows)
     for block in dict.fromkeys(at.block for at in conditions):
         mine = [at for at in conditions if at.block == block]
         files += _figure(rows, mine, MAIN_ARMS, folder, f"smnist-{block}")
-        arms = arms_of(Rows(rows).cells().where(block=block))
+        arms = claims.arms_of(Rows(rows).cells().where(block=block))
         if set(arms) - set(MAIN_ARMS):
             files += _figure(rows, mine[:1], arms, folder, f"smnist-{block}-all-arms")
     return files
 
 
 def _figure(
-    rows: Sequence[Record], conditions: Sequence[Condition], arms: Sequence[str], folder: Path, name: str
+    rows: Sequence[Record], conditions: Sequence[claims.Condition], arms: Sequence[str], folder: Path, name: str
 ) -> list[Path]:
     with figure_style() as plt:
         figure, axes = plt.subplots(len(conditions), 4, figsize=(13, 3.1 * len(conditions)), squeeze=False)
         for line, at in zip(axes, conditions, strict=True):
             for axis, kind in zip(line, PANELS, strict=False):
                 for arm in arms:
-                    levels, curve = levels_of(rows, at, arm, kind).curve("level", "accuracy")
+                    levels, curve = claims.levels_of(rows, at, arm, kind).curve("level", "accuracy")
                     band(axis, levels, curve, arm, 100)
                 axis.set(ylim=(0, 100), xlabel=PANELS[kind], title=kind)
                 if kind == "scale":
@@ -57,7 +49,7 @@ def _figure(
                     axis.set_xticks([1, 2, 4, 8, 16], ["1", "2", "4", "8", "16"])
             line[0].set_ylabel(f"rate {at.rate:g}\naccuracy, %")
             for arm in arms:
-                steps, curve = loss_curve(rows, at, arm)
+                steps, curve = claims.loss_curve(rows, at, arm)
                 band(line[3], steps, curve, arm, 1)
             line[3].set(xlabel="step", ylabel="training loss", title="training", ylim=(0, None))
         handles, labels = axes[0][0].get_legend_handles_labels()
@@ -98,10 +90,10 @@ def accuracy_floor(rows: Sequence[Record]) -> float:
 
 def plot_rates(rows: Sequence[Record], folder: Path, block: str = "bare") -> list[Path]:
     """Loss and accuracy against the rate. A diverged run is a cross at the top edge."""
-    rates = rates_of(rows, block)
+    rates = claims.rates_of(rows, block)
     if not rates:
         return []
-    arms = [arm for arm in MAIN_ARMS if arm in arms_of(Rows(rows).cells())]
+    arms = [arm for arm in MAIN_ARMS if arm in claims.arms_of(Rows(rows).cells())]
     with figure_style() as plt:
         figure = plt.figure(figsize=(11, 6.2))
         above, below = figure.add_gridspec(2, 1, height_ratios=(1.15, 1), hspace=0.5)
@@ -109,7 +101,9 @@ def plot_rates(rows: Sequence[Record], folder: Path, block: str = "bare") -> lis
         curves = [figure.add_subplot(cell) for cell in below.subgridspec(1, len(rates), wspace=0.32)]
         for arm in arms:
             for axis, field, unit in ((loss_axis, "final_loss", 1), (accuracy_axis, "clean_accuracy", 100)):
-                points = [(rate, runs_of(rows, Condition(block, rate), arm).spread(field)) for rate in rates]
+                points = [
+                    (rate, claims.runs_of(rows, claims.Condition(block, rate), arm).spread(field)) for rate in rates
+                ]
                 finite = [(rate, point) for rate, point in points if point.n and not math.isnan(point.mean)]
                 band(axis, [rate for rate, _ in finite], [point for _, point in finite], arm, unit)
             for row in Rows(rows).cells():
@@ -133,7 +127,7 @@ def plot_rates(rows: Sequence[Record], folder: Path, block: str = "bare") -> lis
         )
         for axis, rate in zip(curves, rates, strict=True):
             for arm in arms:
-                steps, curve = loss_curve(rows, Condition(block, rate), arm)
+                steps, curve = claims.loss_curve(rows, claims.Condition(block, rate), arm)
                 band(axis, steps, curve, arm, 1)
             axis.set(ylim=(0, 2.5), xlabel="step", title=f"rate {rate:g}")
         handles, labels = accuracy_axis.get_legend_handles_labels()

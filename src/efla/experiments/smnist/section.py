@@ -5,18 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from efla.experiments.smnist.claims import (
-    Condition,
-    arms_of,
-    conditions_of,
-    corruption_claims,
-    kind_mean,
-    levels_of,
-    loss_curve,
-    rate_claims,
-    rates_of,
-    runs_of,
-)
+from efla.experiments.smnist import claims
 from efla.experiments.smnist.config import CHANCE_LOSS, MAIN_ARMS
 from efla.experiments.smnist.plot import PANELS, accuracy_floor
 from efla.runs.chart import Chart, Series, tidy
@@ -30,17 +19,17 @@ _NOTE = "Mean over seeds; the band is ± one standard deviation (no band: one se
 def sections(rows: Sequence[Record], source: str) -> list[Section]:
     """A section on corruption if a run was tested on it, and one on learning rates if there are at least two."""
     found = []
-    if conditions_of(rows):
+    if claims.conditions_of(rows):
         found.append(_corruption(rows, source))
-    if len(rates_of(rows)) > 1:
+    if len(claims.rates_of(rows)) > 1:
         found.append(_rates(rows, source))
     return found or [_corruption(rows, source)]
 
 
 def _corruption(rows: Sequence[Record], source: str) -> Section:
     cells, figures, tables = Rows(rows).cells(), [], []
-    for at in conditions_of(rows):
-        arms = arms_of(Rows(rows).where(row="level", **at._asdict()))
+    for at in claims.conditions_of(rows):
+        arms = claims.arms_of(Rows(rows).where(row="level", **at._asdict()))
         main = [arm for arm in arms if arm in MAIN_ARMS]
         name = f"{at.block} block, rate {at.rate:g}"
         if main:
@@ -58,7 +47,7 @@ def _corruption(rows: Sequence[Record], source: str) -> Section:
             "One recurrent layer reads an image pixel by pixel. It is trained on clean images; test images are dropped out, "
             "brightened or made noisy. The arms have equal parameters, initial weights and data order."
         ),
-        claims=corruption_claims(rows),
+        claims=claims.corruption_claims(rows),
         figures=figures,
         tables=tables,
         settings=settings_table(cells),
@@ -70,8 +59,8 @@ def _corruption(rows: Sequence[Record], source: str) -> Section:
 
 def _rates(rows: Sequence[Record], source: str) -> Section:
     cells = Rows(rows).cells().where(block="bare")
-    rates = rates_of(rows)
-    arms = [arm for arm in arms_of(cells) if arm in MAIN_ARMS]
+    rates = claims.rates_of(rows)
+    arms = [arm for arm in claims.arms_of(cells) if arm in MAIN_ARMS]
     legend = [arm_series(arm) for arm in arms]
     crosses = [(row["arm"], row["rate"]) for row in cells if row["diverged"] and row["arm"] in arms]
 
@@ -90,7 +79,7 @@ def _rates(rows: Sequence[Record], source: str) -> Section:
     ]  # fmt: skip
     curves = [
         Chart(f"Training at rate {rate:g}", "step", "training loss",
-              [arm_series(arm, *loss_curve(rows, Condition("bare", rate), arm), 1.0, 3) for arm in arms], (0, 2.5))
+              [arm_series(arm, *claims.loss_curve(rows, claims.Condition("bare", rate), arm), 1.0, 3) for arm in arms], (0, 2.5))
         for rate in rates
     ]  # fmt: skip
     table = Table(
@@ -98,7 +87,7 @@ def _rates(rows: Sequence[Record], source: str) -> Section:
         ["arm", "rate", "seeds", "final training loss", "clean accuracy, %", "diverged"],
         [
             [arm, f"{rate:g}", str(loss.n), loss.text(1, 3), accuracy.text(100), _diverged(cells, arm, rate)]
-            for arm in arms_of(cells)
+            for arm in claims.arms_of(cells)
             for rate in rates
             if (loss := _run_spread(cells, rate, arm, "final_loss")).n
             and (accuracy := _run_spread(cells, rate, arm, "clean_accuracy")).n
@@ -109,7 +98,7 @@ def _rates(rows: Sequence[Record], source: str) -> Section:
         title="Learning-rate robustness",
         source=source,
         intro="The same runs against the learning rate: final training loss and clean test accuracy of each arm.",
-        claims=rate_claims(rows),
+        claims=claims.rate_claims(rows),
         figures=[
             Figure("Loss and accuracy against the rate", _NOTE, against, legend),
             Figure("Training curves", _NOTE, curves, legend),
@@ -122,27 +111,29 @@ def _rates(rows: Sequence[Record], source: str) -> Section:
     )
 
 
-def _figure(rows: Sequence[Record], at: Condition, arms: Sequence[str], name: str) -> Figure:
+def _figure(rows: Sequence[Record], at: claims.Condition, arms: Sequence[str], name: str) -> Figure:
     charts = []
     for kind, label in PANELS.items():
-        drawn = [arm_series(arm, *levels_of(rows, at, arm, kind).curve("level", "accuracy"), 100.0) for arm in arms]
+        drawn = [
+            arm_series(arm, *claims.levels_of(rows, at, arm, kind).curve("level", "accuracy"), 100.0) for arm in arms
+        ]
         ticks = [1, 2, 4, 8, 16] if kind == "scale" else None
         charts.append(
             Chart(kind.capitalize(), label, "accuracy, %", drawn, (0, 100), log_x=kind == "scale", x_ticks=ticks)
         )
-    drawn = [arm_series(arm, *loss_curve(rows, at, arm), 1.0, 3) for arm in arms]
+    drawn = [arm_series(arm, *claims.loss_curve(rows, at, arm), 1.0, 3) for arm in arms]
     charts.append(Chart("Training", "step", "loss (window of 20 steps)", drawn, (0, 2.5)))
     return Figure(name[0].upper() + name[1:], _NOTE, charts, [arm_series(arm) for arm in arms])
 
 
-def _levels_table(rows: Sequence[Record], at: Condition, arms: Sequence[str], kind: str, name: str) -> Table:
-    levels = levels_of(rows, at, arms[0], kind).values("level")
+def _levels_table(rows: Sequence[Record], at: claims.Condition, arms: Sequence[str], kind: str, name: str) -> Table:
+    levels = claims.levels_of(rows, at, arms[0], kind).values("level")
     lines = []
     for arm in arms:
-        mine = levels_of(rows, at, arm, kind)
+        mine = claims.levels_of(rows, at, arm, kind)
         _, curve = mine.curve("level", "accuracy")
         _, kept = mine.curve("level", "retention")
-        mean = kind_mean(rows, at, arm, kind)
+        mean = claims.kind_mean(rows, at, arm, kind)
         lines.append([arm, *(point.text(100) for point in curve), mean.text(100)])
         lines.append([f"{arm}, of clean", *(point.text(100) for point in kept), ""])
     return Table(
@@ -153,8 +144,8 @@ def _levels_table(rows: Sequence[Record], at: Condition, arms: Sequence[str], ki
     )
 
 
-def _step_sizes(rows: Sequence[Record], at: Condition, arms: Sequence[str], name: str) -> Table:
-    levels = levels_of(rows, at, arms[0], "scale").values("level")
+def _step_sizes(rows: Sequence[Record], at: claims.Condition, arms: Sequence[str], name: str) -> Table:
+    levels = claims.levels_of(rows, at, arms[0], "scale").values("level")
     lines = []
     for arm in arms:
         for field, label in (
@@ -162,7 +153,7 @@ def _step_sizes(rows: Sequence[Record], at: Condition, arms: Sequence[str], name
             ("largest_step_size", "largest βλ"),
             ("nonfinite", "non-finite rows, %"),
         ):
-            _, curve = levels_of(rows, at, arm, "scale").curve("level", field)
+            _, curve = claims.levels_of(rows, at, arm, "scale").curve("level", field)
             unit = 100 if field == "nonfinite" else 1
             values = (tidy(unit * point.mean) if math.isfinite(point.mean) else "not finite" for point in curve)
             lines.append([arm, label, *values])
@@ -185,7 +176,7 @@ def _runs_table(cells: Sequence[Record]) -> Table:
 
 
 def _run_spread(cells: Sequence[Record], rate: float, arm: str, field: str) -> Spread:
-    return runs_of(cells, Condition("bare", rate), arm).spread(field)
+    return claims.runs_of(cells, claims.Condition("bare", rate), arm).spread(field)
 
 
 def _diverged(cells: Sequence[Record], arm: str, rate: float) -> str:
