@@ -9,12 +9,12 @@ import tyro
 
 from efla.cli.reproduce import All, reproduce
 from efla.experiments import registry
-from efla.experiments.exactness.options import Exactness
-from efla.experiments.exactness.run import Exactness as ExactnessRun
+from efla.experiments.exactness.config import ExactnessOptions
+from efla.experiments.exactness.run import Exactness
 from efla.experiments.experiment import Cell, Report
-from efla.experiments.lm.options import Lm
+from efla.experiments.lm.config import LmOptions
 from efla.experiments.smnist.config import SmnistOptions
-from efla.experiments.throughput.options import Throughput
+from efla.experiments.throughput.config import ThroughputOptions
 from efla.runs.records import Record
 
 
@@ -27,7 +27,7 @@ def test_it_knows_every_experiment_and_passes_on_profile_and_data() -> None:
 
 def test_without_data_every_experiment_has_an_embedded_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("EFLA_DATA", raising=False)
-    (lm,) = (o for o in All(profile="full").options() if isinstance(o, Lm))
+    (lm,) = (o for o in All(profile="full").options() if isinstance(o, LmOptions))
     assert lm.config().corpus == "python-docs"
 
 
@@ -36,15 +36,15 @@ def test_an_experiment_that_fails_half_way_is_in_the_report_with_what_it_has(
 ) -> None:
     for package in ("matplotlib", "jinja2"):
         pytest.importorskip(package)
-    original = ExactnessRun.run_cell
+    original = Exactness.run_cell
 
-    def fails_once(self: ExactnessRun, cell: Cell, report: Report) -> list[Record]:
+    def fails_once(self: Exactness, cell: Cell, report: Report) -> list[Record]:
         if cell == self.cells()[-1]:
             raise RuntimeError("made to fail")
         return original(self, cell, report)
 
-    monkeypatch.setattr(ExactnessRun, "run_cell", fails_once)
-    monkeypatch.setattr(All, "options", lambda self: [Exactness(rules=("delta", "efla"))])
+    monkeypatch.setattr(Exactness, "run_cell", fails_once)
+    monkeypatch.setattr(All, "options", lambda self: [ExactnessOptions(rules=("delta", "efla"))])
     assert tyro.cli(reproduce, args=["all", "--output", str(tmp_path / "runs"), "--executor", "inline"]) == 1
     assert "not run, or in part: exactness" in capsys.readouterr().out
     assert "What an exact step buys" in (tmp_path / "runs" / "report-quick.html").read_text()
@@ -59,9 +59,9 @@ def test_one_report_of_what_ran_and_a_word_on_what_did_not(
         All,
         "options",
         lambda self: [
-            Exactness(rules=("delta", "efla")),
+            ExactnessOptions(rules=("delta", "efla")),
             SmnistOptions(data=str(tmp_path / "nowhere")),
-            Throughput(tokens=32, lengths=(16, 32), rounds=2, arms=("delta-l2", "exact-flow"), device="cpu"),
+            ThroughputOptions(tokens=32, lengths=(16, 32), rounds=2, arms=("delta-l2", "exact-flow"), device="cpu"),
         ],
     )
     code = tyro.cli(

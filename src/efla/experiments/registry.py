@@ -11,12 +11,12 @@ from efla.experiments.experiment import Experiment, Options
 # Name -> (package, experiment class, options class), imported on use. In the order of `efla reproduce all`: throughput
 # comes early, while the machine is cool.
 _EXPERIMENTS = {
-    "exactness": ("efla.experiments.exactness", "run:Exactness", "options:Exactness"),
-    "throughput": ("efla.experiments.throughput", "run:Throughput", "options:Throughput"),
+    "exactness": ("efla.experiments.exactness", "run:Exactness", "config:ExactnessOptions"),
+    "throughput": ("efla.experiments.throughput", "run:Throughput", "config:ThroughputOptions"),
     "smnist": ("efla.experiments.smnist", "run:SmnistRobustness", "config:SmnistOptions"),
     "lr": ("efla.experiments.smnist", "run:LearningRateRobustness", "config:LrOptions"),
     "mad": ("efla.experiments.mad", "run:Mad", "config:MadOptions"),
-    "lm": ("efla.experiments.lm", "run:LanguageModels", "options:Lm"),
+    "lm": ("efla.experiments.lm", "run:LanguageModels", "config:LmOptions"),
 }
 
 

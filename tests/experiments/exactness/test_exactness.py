@@ -11,10 +11,9 @@ import torch
 from rich.console import Console
 
 from efla import rules
+from efla.experiments.exactness.claims import by_study, table
 from efla.experiments.exactness.config import RULES, profile
-from efla.experiments.exactness.flow import by_matrix_exponential, in_closed_form
-from efla.experiments.exactness.plot import by_study, table
-from efla.experiments.exactness.run import Exactness
+from efla.experiments.exactness.run import Exactness, by_matrix_exponential, in_closed_form
 from efla.experiments.runner import run
 from efla.runs.records import Record, number
 from efla.runs.rows import read_rows

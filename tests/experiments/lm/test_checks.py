@@ -1,4 +1,4 @@
-"""The checks of the language-model protocol (spec lm.md 7.5), on every arm at its quick size."""
+"""Checks of the arms of the language-model comparison, on every arm at its quick size."""
 
 from __future__ import annotations
 

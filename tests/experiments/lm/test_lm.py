@@ -18,13 +18,11 @@ from efla.data import corpora
 from efla.data.sampling import RowSampler
 from efla.evaluation import stream_bits
 from efla.experiments.experiment import Group, without_volatile
-from efla.experiments.lm import claims, cost, select
-from efla.experiments.lm.config import ARM_ORDER, LmConfig, grid, profile
-from efla.experiments.lm.keys import key_energies
-from efla.experiments.lm.measure import MEASUREMENTS, Subject
-from efla.experiments.lm.options import Lm
-from efla.experiments.lm.run import IN_PROGRESS, LanguageModels
-from efla.experiments.lm.train import build, train
+from efla.experiments.lm import claims
+from efla.experiments.lm import run as module
+from efla.experiments.lm.config import ARM_ORDER, LmConfig, LmOptions, grid, profile
+from efla.experiments.lm.measure import Subject, key_energies, measurements
+from efla.experiments.lm.run import IN_PROGRESS, Cost, LanguageModels, build, train
 from efla.experiments.runner import run
 from efla.layers import LinearAttention
 from efla.models.accounting import count_parameters
@@ -89,7 +87,7 @@ def test_every_arm_sees_the_same_bytes_in_the_same_order(monkeypatch: pytest.Mon
     monkeypatch.setattr(RowSampler, "batch", batch)
     config, corpus = tiny(steps=3), corpora.load("python-docs")
     for arm in ("delta-l2", "mamba2", "attention"):
-        train(build(config, arm, 42), corpus, config, arm=arm, rate=2e-3, seed=42, report=nothing, scratch=None)
+        train(Subject(build(config, arm, 42), arm, 42, corpus, config), 2e-3, nothing)
     first = torch.stack(seen["delta-l2"])
     assert all(torch.equal(first, torch.stack(rows)) for rows in seen.values())
     assert len(seen["mamba2"]) == 3
@@ -113,12 +111,12 @@ def test_without_a_data_folder_quick_falls_back_to_an_embedded_text_and_full_say
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.delenv("EFLA_DATA", raising=False)
-    config = Lm().config()
+    config = LmOptions().config()
     assert (config.corpus, config.downstream, config.folder) == ("python-docs", False, None)
     with pytest.raises(FileNotFoundError, match="--data DIR or EFLA_DATA"):
-        Lm(profile="full").config()
+        LmOptions(profile="full").config()
     with pytest.raises(FileNotFoundError, match="not a folder"):
-        Lm(data="nowhere-at-all").config()
+        LmOptions(data="nowhere-at-all").config()
 
 
 def test_a_cell_interrupted_anywhere_gives_the_row_of_an_undisturbed_one(
@@ -129,10 +127,10 @@ def test_a_cell_interrupted_anywhere_gives_the_row_of_an_undisturbed_one(
     run(experiment, tmp_path / "whole", executor="inline", console=QUIET)
     (expected,) = read_rows(tmp_path / "whole")
 
-    interrupted = experiment.at(tmp_path / "parts")
+    interrupted = experiment.with_output(tmp_path / "parts")
     (cell,) = interrupted.cells()
     stops = now = 0
-    monkeypatch.setattr(cost.time, "perf_counter", lambda: float(now))
+    monkeypatch.setattr(module.time, "perf_counter", lambda: float(now))
     for allowed in range(10):
 
         def report(fraction: float, **values: float) -> None:
@@ -156,14 +154,14 @@ def test_a_cell_interrupted_anywhere_gives_the_row_of_an_undisturbed_one(
 
 def test_the_cost_of_a_cell_is_that_of_all_its_sittings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     now, peak = [100.0], [500]
-    monkeypatch.setattr(cost.time, "perf_counter", lambda: now[0])
-    monkeypatch.setattr(cost.PeakMemory, "growth", lambda self: peak[0])
-    first = cost.Cost("cpu", tmp_path)
+    monkeypatch.setattr(module.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(module.PeakMemory, "growth", lambda self: peak[0])
+    first = Cost("cpu", tmp_path)
     now[0] += 30
     first.note_memory()
-    first.keep()
+    first.save()
     now[0], peak[0] = 1000.0, 20  # killed; the next sitting only measures
-    second = cost.Cost("cpu", tmp_path)
+    second = Cost("cpu", tmp_path)
     now[0] += 5
     second.note_memory()
     assert (second.wall_seconds, second.peak_memory_growth) == (35.0, 500)
@@ -171,7 +169,7 @@ def test_the_cost_of_a_cell_is_that_of_all_its_sittings(tmp_path: Path, monkeypa
 
 def test_options_choose_a_part_of_the_profile_or_every_combination() -> None:
     def cells(**options: Any) -> list[dict[str, Any]]:
-        found = LanguageModels(Lm(profile="full", corpus="python-docs", **options).config()).cells()
+        found = LanguageModels(LmOptions(profile="full", corpus="python-docs", **options).config()).cells()
         return [cell.settings for cell in found]
 
     assert len(cells(seeds=(42, 43, 44))) == 12
@@ -225,21 +223,20 @@ run(LanguageModels(from_record(LmConfig, json.loads(sys.argv[1]))), folder, exec
 
 
 def test_steps_that_are_not_finite_count_the_run_as_failed_and_end_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    from efla.experiments.lm import train as module
     from efla.train.step import StepResult
 
     monkeypatch.setattr(module, "train_step", lambda *a, **k: StepResult(loss=float("nan"), norm=1.0, applied=False))
     config, corpus = tiny(steps=30, max_nonfinite=5), corpora.load("python-docs")
-    model = build(config, "delta-raw", 42)
-    found = train(model, corpus, config, arm="delta-raw", rate=2e-3, seed=42, report=nothing, scratch=None)
-    row = module.summary(found, config)
+    subject = Subject(build(config, "delta-raw", 42), "delta-raw", 42, corpus, config)
+    row = train(subject, 2e-3, nothing).summary(config)
     assert (row["steps"], row["nonfinite_steps"], row["first_nonfinite"], row["failed"]) == (5, 5, 1, True)
 
 
 def test_test_bits_are_those_of_the_stream_scorer(tmp_path: Path) -> None:
     config, corpus = tiny(), corpora.load("python-docs")
     model = build(config, "exact-flow", 0).eval()
-    found = MEASUREMENTS["test"][1](Subject(model, "exact-flow", 0, corpus, config))
+    subject = Subject(model, "exact-flow", 0, corpus, config)
+    found = measurements(subject)["test"](subject)
     assert config.test_bytes is not None
     expected = stream_bits(model, corpus.test[: config.test_bytes], config.length)
     assert found["bytes"] == expected.num_scored
@@ -304,7 +301,7 @@ def test_a_difference_within_the_spread_of_seeds_is_called_none() -> None:
 def test_a_failed_run_is_a_worse_result_not_a_missing_one() -> None:
     rows = made_up({"exact-flow": [2.0, 2.01, 2.02], "delta-l2": [1.0, 1.01, 1.02]})
     next(row for row in rows if row["arm"] == "delta-l2")["failed"] = True
-    assert select.over_seeds(rows, "delta-l2", "bits").n == 3
+    assert claims.Runs(rows).metric("delta-l2", "bits").n == 3
     assert claims.claims(rows)[0].verdict == "seen"
     assert "delta-l2: 1 failed" in claims.text_summary(rows)
 

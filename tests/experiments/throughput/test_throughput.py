@@ -1,4 +1,4 @@
-"""The throughput measurement: arms in turn, ratios within a round, memory, verdicts from rows alone."""
+"""The throughput measurement: arms in turn, ratios within a round, verdicts from rows."""
 
 from __future__ import annotations
 
@@ -12,19 +12,16 @@ from rich.console import Console
 
 from efla.cli.reproduce import reproduce
 from efla.experiments.runner import run
-from efla.experiments.throughput import claims, select
-from efla.experiments.throughput.config import Setting, ThroughputConfig, settings_of
-from efla.experiments.throughput.options import Throughput as Options
-from efla.experiments.throughput.run import Throughput, stepper
-from efla.runs.memory import PeakMemory
+from efla.experiments.throughput import claims
+from efla.experiments.throughput.config import Shape, ThroughputConfig, ThroughputOptions, shapes_of
+from efla.experiments.throughput.run import Throughput, build_step
 from efla.runs.rows import read_rows
-from efla.runs.timing import Contender, samples_in_turn
 
 
 def tiny(**changes: Any) -> ThroughputConfig:
     fields: dict[str, Any] = {
         "profile": "quick", "size": "quick", "arms": ("delta-l2", "exact-flow", "attention"), "rounds": 3,
-        "settings": (Setting(16, 2), Setting(32, 1)),
+        "settings": (Shape(16, 2), Shape(32, 1)),
     }  # fmt: skip
     return ThroughputConfig(**(fields | changes))
 
@@ -61,7 +58,7 @@ def test_a_cell_times_every_arm_as_often_and_keeps_every_sample(tmp_path: Path) 
 
 
 def test_what_is_timed_is_a_training_step_that_changes_the_weights() -> None:
-    model, step = stepper(tiny(), "exact-flow", Setting(16, 2))
+    model, step = build_step(tiny(), "exact-flow", Shape(16, 2))
     before = [p.clone() for p in model.parameters()]
     with torch.no_grad():  # as the timing of others does
         step()
@@ -69,26 +66,14 @@ def test_what_is_timed_is_a_training_step_that_changes_the_weights() -> None:
     assert all(p.grad is not None for p in model.parameters())
 
 
-def test_contenders_take_turns_forwards_and_backwards() -> None:
-    called: list[str] = []
-    contenders = [Contender(name, lambda name=name: called.append(name)) for name in "abc"]
-    rounds: list[int] = []
-    samples = samples_in_turn(contenders, 3, alternate=True, done=rounds.append)
-    assert "".join(called) == "abc" + "abc" + "cba" + "abc"
-    assert rounds == [1, 2, 3]
-    assert {name: len(times) for name, times in samples.items()} == {"a": 3, "b": 3, "c": 3}
-
-
 def test_the_ratio_is_taken_within_a_round() -> None:
     slow = [1.0, 2.0, 4.0, 8.0, 16.0]  # the machine slows down; the pair alike
     (row, _) = made_up({"delta-l2": slow, "exact-flow": [1.25 * s for s in slow]})
-    ratio = select.ratio(row, "exact-flow", "delta-l2")
-    assert ratio is not None
+    ratio = claims.ratio(row, "exact-flow", "delta-l2")
     assert (ratio.median, ratio.low, ratio.high, ratio.rounds) == pytest.approx((0.8, 0.8, 0.8, 5))
-    speed = select.tokens_per_second(row, "delta-l2")
-    assert speed is not None
+    speed = claims.tokens_per_second(row, "delta-l2")
     assert speed.median == 256.0
-    assert select.operations(row, "delta-l2") == 256.0 * row["arms"]["delta-l2"]["flops_per_token"]
+    assert claims.operations(row, "delta-l2") == 256.0 * row["arms"]["delta-l2"]["flops_per_token"]
 
 
 @pytest.mark.parametrize(("factor", "verdict"), [(1.0, "seen"), (1.04, "seen"), (1.1, "not seen"), (0.9, "not seen")])
@@ -109,26 +94,10 @@ def test_few_rounds_are_not_judged_and_more_parameters_are_noticed() -> None:
     assert parameters.verdict == "not seen"
 
 
-def test_memory_growth_sees_what_is_held_at_the_peak() -> None:
-    size = 64 * 2**20
-
-    def growth(num_bytes: int) -> int:
-        peak = PeakMemory("cpu")
-        block = torch.ones(num_bytes, dtype=torch.uint8)
-        del block
-        found = peak.growth()
-        if found is None:
-            pytest.skip("this system does not tell the peak of a process")
-        return found
-
-    assert growth(2 * size) == pytest.approx(2 * size, rel=0.1)
-    assert growth(size) == pytest.approx(size, rel=0.1)  # free memory of the call before is not counted
-
-
 def test_settings_have_the_same_tokens_and_bad_ones_are_refused() -> None:
-    assert settings_of(1024, (128, 512)) == (Setting(128, 8), Setting(512, 2))
+    assert shapes_of(1024, (128, 512)) == (Shape(128, 8), Shape(512, 2))
     with pytest.raises(ValueError, match="do not divide 1000 tokens"):
-        settings_of(1000, (128,))
+        shapes_of(1000, (128,))
     with pytest.raises(ValueError, match=r"unknown arm of size 340m 'delta-raw'"):
         tiny(size="340m", arms=("delta-raw",))
     assert tiny(size="340m", arms=("exact-flow",)).model_config("exact-flow").hidden_size == 1024
@@ -137,8 +106,8 @@ def test_settings_have_the_same_tokens_and_bad_ones_are_refused() -> None:
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_a_gpu_that_is_not_there_is_a_clear_error() -> None:
     with pytest.raises(RuntimeError, match="no GPU here"):
-        Options(device="cuda").config()
-    assert Options().config().device == "cpu"
+        ThroughputOptions(device="cuda").config()
+    assert ThroughputOptions().config().device == "cpu"
 
 
 def test_the_command_runs_one_cell_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,34 +1,37 @@
-"""Settings of the exactness study."""
+"""Settings and command-line options of the exactness study."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Annotated, Literal
 
 from efla.errors import unknown_name
-from efla.runs.records import GRID
+from efla.experiments.experiment import Options
+from efla.runs.records import GRID, Count, Minimum, check_fields
 
 # The rules that discretise a delta-rule flow, in the order of the legend. (`linear` and `ssd` erase nothing.)
 RULES = (
     "delta", "rk2", "rk4", "implicit_euler", "crank_nicolson", "efla", "gated_delta", "gated_efla", "gated_efla_log",
 )  # fmt: skip
+UNGATED = RULES[:6]
 STUDIES = ("order", "stability", "memory")
 
 
 @dataclass(frozen=True, kw_only=True)
 class ExactnessConfig:
-    """A token is one step of size x = beta * lam; the study varies x and compares each rule with its flow."""
+    """A token is one step of size x = beta * lam. The study varies x and compares each rule with its flow."""
 
     rules: tuple[str, ...] = field(default=RULES, metadata=GRID)
-    width: int = 16
+    width: Count = 16
     """K = V."""
-    draws: int
-    """Random tokens (S, k, v) behind each point of the error curve; the curve is their median."""
-    points: int
+    draws: Count
+    """Random tokens (S, k, v) per point of the error curve, which shows their median."""
+    points: Annotated[int, Minimum(2)]
     """Step sizes on the error curve, from 1e-4 to 1e2."""
     tokens: int = 256
     """Length of the sequence whose memory is followed."""
-    seeds: int
-    """Sequences behind each point of the memory curves; the curve is their median."""
+    seeds: Count
+    """Sequences per point of the memory curves, which show their median."""
     burst_start: int = 96
     burst_tokens: int = 16
     burst_energy: float = 12.0
@@ -37,10 +40,12 @@ class ExactnessConfig:
     gate: float = 0.99
 
     def __post_init__(self) -> None:
-        if min(self.draws, self.points - 1, self.seeds, self.width) < 1:
-            raise ValueError(f"draws, seeds and width must be at least 1 and points at least 2, got {self}")
+        check_fields(self)
         if self.burst_start + self.burst_tokens > self.tokens:
-            raise ValueError("the burst must end before the sequence does")
+            raise ValueError(
+                f"the burst must end within the sequence of {self.tokens} tokens, got a burst of {self.burst_tokens} "
+                f"tokens from token {self.burst_start}"
+            )
 
 
 PROFILES = {
@@ -50,7 +55,19 @@ PROFILES = {
 
 
 def profile(name: str) -> ExactnessConfig:
-    """The settings of a profile."""
+    """The config of a profile."""
     if name not in PROFILES:
         raise unknown_name("profile", name, PROFILES)
     return PROFILES[name]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExactnessOptions(Options):
+    """Every rule against the true flow: error, stability, the memory under energetic keys. Takes seconds."""
+
+    profile: Literal["quick", "full"] = "quick"
+    rules: tuple[str, ...] | None = None
+    """Rules to study instead of all nine."""
+
+    def config(self) -> ExactnessConfig:
+        return replace(profile(self.profile), **self.given("rules"))

@@ -1,4 +1,4 @@
-"""The exactness study's figure and table, from rows alone."""
+"""The figure of the exactness study, from rows."""
 
 from __future__ import annotations
 
@@ -7,18 +7,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from efla.experiments.exactness.config import RULES
+from efla.experiments.exactness.claims import by_study
+from efla.experiments.exactness.config import UNGATED
 from efla.runs.records import Record, number
 from efla.runs.style import RULES as LINES
 from efla.runs.style import figure_style, save
-
-_UNGATED = RULES[:6]
-
-
-def by_study(rows: Sequence[Record], study: str) -> dict[str, Record]:
-    """The cell rows of one study by rule, in the order of the legend."""
-    found = {row["rule"]: row for row in rows if row.get("row") == "cell" and row.get("study") == study}
-    return {rule: found[rule] for rule in RULES if rule in found}
 
 
 def plot(rows: Sequence[Record], folder: Path) -> list[Path]:
@@ -50,15 +43,8 @@ def _errors(axis: Any, cells: dict[str, Record]) -> None:
     for rule, row in cells.items():
         _draw(axis, rule, row["x"], [max(number(e), 1e-17) for e in row["error"]])
     for order, x, y in ((1, 9e-4, 1.0e-8), (2, 3e-3, 1.3e-11), (4, 2.2e-2, 3e-13)):
-        axis.text(
-            x,
-            y,
-            f"order {order}",
-            fontsize=8,
-            color="#555555",
-            rotation=math.degrees(math.atan(0.213 * (order + 1))),
-            rotation_mode="anchor",
-        )
+        angle = math.degrees(math.atan(0.213 * (order + 1)))
+        axis.text(x, y, f"order {order}", fontsize=8, color="#555555", rotation=angle, rotation_mode="anchor")
     axis.text(1.3e-4, 4e-15, "exact: rounding error only", fontsize=8, color=LINES["efla"].color)
     axis.axhspan(1e-17, 1.5e-15, color="#0b4f8a", alpha=0.06, linewidth=0)
     axis.set(
@@ -72,7 +58,7 @@ def _stability(axis: Any, cells: dict[str, Record]) -> None:
     axis.axhspan(1, 4, color="#d55e00", alpha=0.08, linewidth=0)
     axis.axhspan(-4, -1, color="#d55e00", alpha=0.08, linewidth=0)
     axis.axhline(0, color="#999999", linewidth=0.7)
-    for rule in (rule for rule in _UNGATED if rule in cells):
+    for rule in (rule for rule in UNGATED if rule in cells):
         points = [(x, r) for x, r in zip(cells[rule]["x"], cells[rule]["factor"], strict=True) if x <= 8]
         _draw(axis, rule, *map(list, zip(*points, strict=True)))
         limit = number(cells[rule]["stability_limit"])
@@ -91,7 +77,7 @@ def _trace(axis: Any, cells: dict[str, Record]) -> None:
     config = next(iter(cells.values()))["config"]
     start, length = config["burst_start"], config["burst_tokens"]
     axis.axvspan(start, start + length, color="#999999", alpha=0.18, linewidth=0)
-    for rule in (rule for rule in _UNGATED if rule in cells):
+    for rule in (rule for rule in UNGATED if rule in cells):
         _draw(axis, rule, range(len(cells[rule]["norm"])), [number(n) for n in cells[rule]["norm"]])
     size = config["beta"] * config["burst_energy"]
     axis.text(start - 3, 3e13, f"{length} energetic keys, x = {size:g}", ha="right", fontsize=8, color="#444444")
@@ -104,23 +90,15 @@ def _trace(axis: Any, cells: dict[str, Record]) -> None:
 
 def _energy(axis: Any, cells: dict[str, Record]) -> None:
     top = 1e39
-    for rule in (rule for rule in _UNGATED if rule in cells):
+    for rule in (rule for rule in UNGATED if rule in cells):
         row = cells[rule]
         scale = [number(x) for x in row["scale"]]
         norm = [number(n) for n in row["largest_norm"]]
         finite = [(x, n) for x, n in zip(scale, norm, strict=True) if math.isfinite(n)]
         _draw(axis, rule, *map(list, zip(*finite, strict=True)))
         if len(finite) < len(scale):
-            axis.plot(
-                [scale[len(finite)]],
-                [top],
-                "x",
-                color=LINES[rule].color,
-                markersize=7,
-                markeredgewidth=2,
-                clip_on=False,
-                zorder=5,
-            )
+            style = {"color": LINES[rule].color, "markersize": 7, "markeredgewidth": 2, "clip_on": False, "zorder": 5}
+            axis.plot([scale[len(finite)]], [top], "x", **style)
     axis.axhline(3.4e38, color="#999999", linewidth=0.7, linestyle="--")
     axis.text(98, 3e36, "float32 ends here  (× = overflow)", ha="right", va="top", fontsize=8, color="#444444")  # noqa: RUF001
     axis.set(
@@ -130,35 +108,3 @@ def _energy(axis: Any, cells: dict[str, Record]) -> None:
     )  # fmt: skip
     axis.set_xticks([1, 2, 4, 8, 16, 32, 64], ["1", "2", "4", "8", "16", "32", "64"])
     axis.minorticks_off()
-
-
-def table(rows: Sequence[Record]) -> list[dict[str, str]]:
-    """Per rule: order declared and measured, error at x = 1, stability limit, memory before and after the burst."""
-    order, stability, memory = (by_study(rows, study) for study in ("order", "stability", "memory"))
-    lines = []
-    for rule in order:
-        if rule not in stability or rule not in memory:
-            continue
-        limit = number(stability[rule]["stability_limit"])
-        lines.append(
-            {
-                "rule": rule,
-                "order declared": _order(number(order[rule]["declared_order"])),
-                "order measured": _order(number(order[rule]["measured_order"])),
-                "error at x = 1": f"{number(order[rule]['error_at_1']):.1e}",
-                "stable up to x": f"{limit:.3f}"
-                if math.isfinite(limit)
-                else f"any (tried {stability[rule]['searched_to']:.0e})",
-                "‖S‖ before burst": f"{number(memory[rule]['norm_before_burst']):.2f}",
-                "‖S‖ after burst": _norm(number(memory[rule]["norm_after_burst"])),
-            }
-        )
-    return lines
-
-
-def _norm(norm: float) -> str:
-    return f"{norm:.2f}" if norm < 100 else f"{norm:.3g}"
-
-
-def _order(order: float) -> str:
-    return "exact" if math.isinf(order) else f"{order:.2f}" if order != round(order) else f"{order:.0f}"

@@ -1,4 +1,9 @@
-"""The exactness study: one cell per study and rule; rows only, no figures."""
+"""The exactness study: one cell per study and rule.
+
+The true flow of a token is computed twice, by ``torch.linalg.matrix_exp`` and in closed form:
+
+    dS/dtau = -(decay I + erase k k^T) S + write k v^T,        tau from 0 to 1
+"""
 
 from __future__ import annotations
 
@@ -12,13 +17,14 @@ from torch import Tensor
 
 from efla import rules
 from efla.experiments.exactness.config import STUDIES, ExactnessConfig
-from efla.experiments.exactness.flow import by_matrix_exponential, in_closed_form, step
 from efla.experiments.experiment import Cell, Experiment, Report
+from efla.rules import FlowRates, StepCoefficients
 from efla.runs.records import Record
 
 _FIT = (1e-3, 1e-1)
-"""Steps from which an order is measured: small enough for the leading term, large enough for float64."""
+"""Range of step sizes for measuring an order: small enough for the leading term, large enough for float64."""
 _FLOOR = 1e-13
+"""Errors below this are rounding errors."""
 
 
 class Exactness(Experiment[ExactnessConfig]):
@@ -41,8 +47,8 @@ class Exactness(Experiment[ExactnessConfig]):
     def _order(self, name: str) -> list[Record]:
         """Relative error ||S_rule - S_flow|| / ||S_flow|| of one step of size x = beta lam, and the order it implies.
 
-        The step is shrunk by shrinking beta and log_gate together; the local error of a method of order p goes as
-        x^(p+1). The float64 oracle is the matrix exponential; the closed form is checked against it.
+        beta and log_gate shrink together with x. The local error of a method of order p is proportional to x^(p+1).
+        The float64 oracle is the matrix exponential; the closed form is compared with it.
         """
         sizes = np.logspace(-4, 2, self.config.points).tolist()
         rule, errors, worst = rules.get(name), [], 0.0
@@ -69,7 +75,7 @@ class Exactness(Experiment[ExactnessConfig]):
         return [row | {"show": {"order": order}}]
 
     def _stability(self, name: str) -> list[Record]:
-        """Amplification along the key, R(x) = exp(log_decay) (1 - erase lam) at x = beta lam, and where |R| passes 1."""
+        """Amplification along the key, R(x) = exp(log_decay) (1 - erase lam) at x = beta lam, and where |R| exceeds 1."""
         sizes = np.concatenate([np.linspace(0, 8, 161), np.logspace(math.log10(8.05), 6, 120)]).tolist()
         factors = self._amplification(name, torch.tensor(sizes, dtype=torch.float64)).tolist()
         beyond = next((i for i, factor in enumerate(factors) if abs(factor) > 1), None)
@@ -123,7 +129,7 @@ class Exactness(Experiment[ExactnessConfig]):
     def _follow(self, name: str, energies: Tensor, dtype: torch.dtype) -> Tensor:
         """Frobenius norms of S_t under unit values and keys with k_t.k_t = energies[:, t].
 
-        energies: [E, tokens]. Returns [E, seeds, tokens]. Every energy sees the same directions.
+        energies: [E, tokens]. Returns [E, seeds, tokens]. All energies share the directions of keys and values.
         """
         config, rule = self.config, rules.get(name)
         generator = torch.Generator().manual_seed(1)
@@ -148,10 +154,50 @@ def _relative(ours: Tensor, truth: Tensor) -> Tensor:
 
 
 def _slope(sizes: Sequence[float], errors: Sequence[float]) -> float | None:
-    """Slope of the error in log-log coordinates over the small steps; ``None`` where there is no error but rounding."""
+    """Slope of the error in log-log coordinates over the small steps; ``None`` if there is only rounding error."""
     points = [(x, e) for x, e in zip(sizes, errors, strict=True) if _FIT[0] <= x <= _FIT[1] and e > _FLOOR]
     if len(points) < 3:
         return None
     # The half with the smaller steps: there the leading term dominates.
     x, y = np.log(points[: max(3, len(points) // 2)]).T
     return float(np.polyfit(x, y, 1)[0])
+
+
+def by_matrix_exponential(rates: FlowRates, state: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """The flow at tau = 1 from one exponential of the augmented system. This is the oracle.
+
+        exp [[-(decay I + erase k k^T), write k], [0, 0]] = [[A, b], [0, 1]],     S(1) = A S + b v^T
+
+    rates: [N] each; state: [N, K, V]; k: [N, K]; v: [N, V]. Returns [N, K, V].
+    """
+    N, K = k.shape
+    system = torch.zeros(N, K + 1, K + 1, dtype=k.dtype)
+    system[:, :K, :K] = -rates.decay[:, None, None] * torch.eye(K, dtype=k.dtype)
+    system[:, :K, :K] -= rates.erase[:, None, None] * k[:, :, None] * k[:, None, :]
+    system[:, :K, K] = rates.write[:, None] * k
+    flow = torch.linalg.matrix_exp(system)
+    return flow[:, :K, :K] @ state + flow[:, :K, K, None] * v[:, None, :]
+
+
+def in_closed_form(rates: FlowRates, state: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """The flow at tau = 1 by the rank-1 formula, with p = decay + erase lam:
+
+        S(1) = e^-decay (S - (1 - e^{-erase lam}) k k^T S / lam) + write (1 - e^-p)/p k v^T
+
+    Shapes as in :func:`by_matrix_exponential`; lam must be positive.
+    """
+    lam = k.square().sum(-1)
+    p = rates.decay + rates.erase * lam
+    erased = -torch.expm1(-rates.erase * lam) / lam
+    written = rates.write * -torch.expm1(-p) / p
+    return step(StepCoefficients(-rates.decay, erased, written), state, k, v)
+
+
+def step(coefficients: StepCoefficients, state: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """One step of a rule: exp(log_decay) (I - erase k k^T) S + write k v^T. Shapes as above.
+
+    The reference backend multiplies in another order, which changes the last bits.
+    """
+    log_decay, erase, write = (x[:, None, None] for x in coefficients)
+    kept = state - erase * k[:, :, None] * (k[:, None, :] @ state)
+    return log_decay.exp() * kept + write * k[:, :, None] * v[:, None, :]

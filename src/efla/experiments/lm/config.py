@@ -1,15 +1,21 @@
-"""Settings of the language-model comparison: arms, profiles, budgets and what is measured (spec lm.md section 7)."""
+"""Settings and command-line options of the language-model comparison: arms, profiles, budgets, measurements."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Literal
+import os
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from efla.data import corpora
 from efla.errors import unknown_name
-from efla.experiments.experiment import Group
+from efla.evaluation import local_data
+from efla.evaluation.columns import ACCURACIES
+from efla.experiments.experiment import Group, Options, restrict_grid
 from efla.models import presets
-from efla.runs.records import GRID
+from efla.runs.records import GRID, Count, Minimum, check_fields
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 PAIR = ("delta-l2", "exact-flow")
 GATED_PAIR = ("gated-delta", "gated-exact-flow")
@@ -19,78 +25,67 @@ ARM_ORDER = (*PAIR, *GATED_PAIR, *OTHERS, *CONTROLS)
 assert set(ARM_ORDER) == set(presets.arms())
 RAW_KEYS = ("exact-flow", "gated-exact-flow", "delta-raw")
 RECURRENT = tuple(arm for arm in ARM_ORDER if arm != "attention")
+CHOICES = {column.task: column for column in ACCURACIES if column.task != "lambada_openai"}
+"""The multiple-choice sets: task -> column of the paper's table."""
 
 PEAK_RATE = 2e-3
 SWEEP_RATES = (1e-3, 2e-3, 4e-3)
 SEED = 42
 
 Profile = Literal["quick", "full"]
-PROFILES: tuple[Profile, ...] = ("quick", "full")
 
 
 @dataclass(frozen=True, kw_only=True)
 class LmConfig:
-    """One table: every arm trained on the same rows of bytes, then measured on the same texts."""
+    """One table: every arm is trained on the same rows of bytes, then measured on the same texts."""
 
-    profile: str
-    """Which of the two sizes of the arms (spec 7.2)."""
+    profile: Profile
+    """The size of the models."""
     corpus: str
-    length: int
-    rows: int
-    steps: int
-    validate_every: int
-    validation_bytes: int
-    """Of the validation text, during training."""
+    length: Annotated[int, Minimum(2)]
+    rows: Count
+    steps: Count
+    validate_every: Count
+    validation_bytes: Count
+    """Bytes of the validation text that are scored during training."""
     final_validation_bytes: int | None = None
-    """Of the validation text, at the end; default all of it."""
+    """Bytes of the validation text that are scored at the end; default all."""
     test_bytes: int | None = None
-    """Of the test text; default all of it."""
+    """Bytes of the test text that are scored; default all."""
     downstream: bool = True
-    """Whether the files of WikiText, LAMBADA and the multiple-choice sets are there to be scored."""
-    wikitext_items: int | None = None
-    lambada_items: int | None = None
-    choice_items: int = 20
+    """Whether WikiText, LAMBADA and the multiple-choice sets are scored; their files must be in ``folder``."""
+    wikitext_items: Count | None = None
+    lambada_items: Count | None = None
+    choice_items: Count = 20
     choice_seed: int = SEED
     """Multiple choice is scored for this seed only: it is expected at chance, and tests the scorer."""
     choice_length: int = 2048
-    """Bytes the model sees of a question and a choice; choices may be longer than a training row."""
-    position_rows: int = 64
+    """Bytes of a question and a choice that the model sees; choices may be longer than a training row."""
+    position_rows: Count = 64
     """Rows of 4 times the training length, for bits by position."""
     weight_decay: float = 0.1
     betas: tuple[float, float] = (0.9, 0.95)
     eps: float = 1e-8
     clip: float = 1.0
-    max_nonfinite: int = 20
-    """A run with so many steps that were not finite ends there; one such step already counts it as failed."""
+    max_nonfinite: Count = 20
+    """A run ends after this many non-finite steps. A single one already marks it as failed."""
     device: str = "cpu"
     backend: str = "auto"
     groups: tuple[Group, ...] = field(metadata=GRID)
     folder: str | None = field(default=None, metadata=GRID)
-    """Where the texts are on this machine."""
+    """The data folder on this machine."""
     scratch: str | None = field(default=None, metadata=GRID)
-    """Where unfinished cells keep their checkpoints; ``None``: nowhere."""
+    """The folder for checkpoints of unfinished cells; ``None``: no checkpoints."""
     save_seconds: float = field(default=120.0, metadata=GRID)
     """Training time between two checkpoints of a cell."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "groups", tuple(Group(*group) for group in self.groups))
-        if self.profile not in PROFILES:
-            raise unknown_name("profile", self.profile, PROFILES)
+        check_fields(self)
         if self.corpus not in corpora.names():
             raise unknown_name("corpus", self.corpus, corpora.names())
         for group in self.groups:
             group.check(ARM_ORDER)
-        numbers = {
-            "rows": self.rows, "steps": self.steps, "validate_every": self.validate_every,
-            "validation_bytes": self.validation_bytes, "choice_items": self.choice_items,
-            "position_rows": self.position_rows, "wikitext_items": self.wikitext_items,
-            "lambada_items": self.lambada_items, "max_nonfinite": self.max_nonfinite,
-        }  # fmt: skip
-        for name, number in numbers.items():
-            if number is not None and number < 1:
-                raise ValueError(f"{name} must be at least 1, got {number}")
-        if self.length < 2:
-            raise ValueError(f"a row needs at least 2 bytes, got length {self.length}")
 
     @property
     def bytes_per_step(self) -> int:
@@ -98,41 +93,82 @@ class LmConfig:
 
 
 def grid(profile: str, *, sweep: bool = False) -> tuple[Group, ...]:
-    """The groups of a profile; with ``sweep``, the pair at the other rates too."""
+    """The groups of a profile; with ``sweep``, the main pair at the other peak rates too."""
     one, rate = (SEED,), (PEAK_RATE,)
-    if profile == "quick":
-        groups = [Group((*PAIR, *GATED_PAIR, *OTHERS), rate, one)]
-    else:
-        # Long runs (Mamba-2, attention) not last, so that two workers end at about the same time.
-        groups = [
-            Group((*PAIR, *GATED_PAIR, *OTHERS), rate, one),
-            Group(PAIR, rate, (SEED + 1, SEED + 2)),
-            Group(CONTROLS, rate, one),
-        ]
+    groups = [Group((*PAIR, *GATED_PAIR, *OTHERS), rate, one)]
+    if profile == "full":
+        # The slow arms (Mamba-2, attention) do not come last, so that two workers finish at about the same time.
+        groups += [Group(PAIR, rate, (SEED + 1, SEED + 2)), Group(CONTROLS, rate, one)]
     if sweep:
         groups.append(Group(PAIR, tuple(r for r in SWEEP_RATES if r != PEAK_RATE), one))
     return tuple(groups)
 
 
-def profile(
-    name: str,
-    *,
-    corpus: str | None = None,
-    folder: str | None = None,
-    downstream: bool = True,
-    sweep: bool = False,
-) -> LmConfig:
-    """The config of a profile (spec 7.3)."""
-    if name == "quick":
-        return LmConfig(
-            profile=name, corpus=corpus or "shakespeare", length=256, rows=8, steps=200, validate_every=50,
-            validation_bytes=32_768, lambada_items=200, choice_items=20, position_rows=64,
-            downstream=downstream, folder=folder, groups=grid(name, sweep=sweep),
-        )  # fmt: skip
-    if name == "full":
-        return LmConfig(
-            profile=name, corpus=corpus or "novels", length=512, rows=8, steps=2_000, validate_every=250,
-            validation_bytes=131_072, final_validation_bytes=1_048_576, choice_items=200, position_rows=256,
-            downstream=downstream, folder=folder, groups=grid(name, sweep=sweep),
-        )  # fmt: skip
-    raise unknown_name("profile", name, PROFILES)
+_PROFILES: dict[str, dict[str, Any]] = {
+    "quick": {
+        "corpus": "shakespeare", "length": 256, "rows": 8, "steps": 200, "validate_every": 50,
+        "validation_bytes": 32_768, "lambada_items": 200, "choice_items": 20, "position_rows": 64,
+    },
+    "full": {
+        "corpus": "novels", "length": 512, "rows": 8, "steps": 2_000, "validate_every": 250,
+        "validation_bytes": 131_072, "final_validation_bytes": 1_048_576, "choice_items": 200, "position_rows": 256,
+    },
+}  # fmt: skip
+
+
+def profile(name: Profile, *, sweep: bool = False, **changes: Any) -> LmConfig:
+    """The config of a profile with some fields changed."""
+    if name not in _PROFILES:
+        raise unknown_name("profile", name, _PROFILES)
+    return LmConfig(**({"profile": name, "groups": grid(name, sweep=sweep)} | _PROFILES[name] | changes))
+
+
+@dataclass(frozen=True, kw_only=True)
+class LmOptions(Options):
+    """Language models over bytes: six mixers at matched size on the same text in the same order."""
+
+    profile: Profile = "quick"
+    """quick: minutes, 470,000 parameters. full: hours, resumable, 1.9 million parameters, three seeds of the main pair."""
+    data: str | None = None
+    """Folder with corpus/, lambada/, wikitext-2/ and eval/; default: EFLA_DATA. Without one, quick trains on Python's own
+    documentation and skips the test sets."""
+    corpus: Literal["shakespeare", "novels", "enwik8", "python-docs"] | None = None
+    """Text to train on instead of the profile's (quick: shakespeare, full: novels)."""
+    arms: tuple[str, ...] | None = None
+    """Arms to run: delta-l2, exact-flow, gated-delta, gated-exact-flow, mamba2, attention,
+    delta-raw, exact-flow-l2."""
+    rates: tuple[float, ...] | None = None
+    """Peak learning rates to run."""
+    seeds: tuple[int, ...] | None = None
+    """Seeds to run. A seed sets the weights and the order of rows. Arms, rates and seeds select a part of the profile's
+    runs; if it lacks one of their combinations, all combinations are run instead."""
+    lr_sweep: bool = False
+    """Also run delta-l2 and exact-flow at the peak rates 1e-3 and 4e-3."""
+    steps: int | None = None
+    """Optimizer steps instead of the profile's."""
+    device: str = "cpu"
+    """cpu or cuda."""
+    backend: str = "auto"
+    """Backend of the scan, see `efla doctor`."""
+    save_seconds: float = 120.0
+    """Training time between two checkpoints of an unfinished cell."""
+
+    @classmethod
+    def for_all(cls, profile: Profile, data: str | None) -> Self:
+        """Without a data folder every profile trains on Python's documentation."""
+        return cls(profile=profile, data=data, corpus=None if data or os.environ.get("EFLA_DATA") else "python-docs")
+
+    def config(self) -> LmConfig:
+        root = local_data.folder(self.data)
+        changes = self.given("corpus", "steps", "device", "backend", "save_seconds")
+        if root is None and self.corpus is None:
+            if self.profile != "quick":
+                raise FileNotFoundError(
+                    "the full profile trains on the novels; set --data DIR or EFLA_DATA to the folder that holds "
+                    "corpus/english_novels_98.tar.xz, or use --corpus python-docs, which needs no file"
+                )
+            changes["corpus"] = "python-docs"
+        folder = None if root is None else str(root)
+        config = profile(self.profile, sweep=self.lr_sweep, folder=folder, downstream=root is not None, **changes)
+        asked = self.given("arms", "rates", "seeds")
+        return replace(config, groups=restrict_grid(config.groups, asked, config.groups[0]))

@@ -1,41 +1,35 @@
-"""What is measured of a trained model (spec lm.md 7.4): one function a number, each finished one kept on disk."""
+"""What is measured of a trained model: one function per measurement."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
+from torch import Tensor, nn
 
 from efla.data.corpora import Corpus
 from efla.data.streams import consecutive_rows
-from efla.evaluation import ByteTokenizer, bits_by_position, even_buckets
-from efla.evaluation.items import metric_items
-from efla.evaluation.table import ACCURACIES
-from efla.evaluation.tasks import load_task
-from efla.experiments.experiment import Report
-from efla.experiments.lm.config import RAW_KEYS, RECURRENT, LmConfig
-from efla.experiments.lm.cost import Cost
-from efla.experiments.lm.keys import QUANTILES, key_energies
-from efla.experiments.lm.train import TRAINING_SHARE
-from efla.runs.records import Record, dumps
-from efla.runs.rows import write_atomically
+from efla.evaluation import ByteTokenizer, Scorer, bits_by_position, even_buckets, lambada, multiple_choice, wikitext
+from efla.evaluation.local_data import records
+from efla.experiments.lm.config import CHOICES, RAW_KEYS, RECURRENT, LmConfig
+from efla.layers import LinearAttention
+from efla.runs.records import Record
+from efla.scans.keys import l2_normalize
 from efla.train.engine import Engine
 from efla.train.validation import Validation, validate
 
-if TYPE_CHECKING:
-    from efla.evaluation.harness import HarnessModel
-
-CHOICE_TASKS = tuple(column.task for column in ACCURACIES if column.task != "lambada_openai")
 POSITIONS = 4
-"""Bits by position are measured up to so many training lengths."""
+"""Bits by position are measured up to this many training lengths."""
+QUANTILES = (0.5, 0.99, 1.0)
 _BATCH_TOKENS = 4096
 
 
 @dataclass(frozen=True)
 class Subject:
-    """A trained model and what it is measured on."""
+    """A model of one arm and seed, with the text and the config that it is trained and measured with."""
 
     model: Any
     arm: str
@@ -43,50 +37,45 @@ class Subject:
     corpus: Corpus
     config: LmConfig
 
-    def harness(self, max_length: int) -> HarnessModel:
-        from efla.evaluation.harness import HarnessModel
+    def validate(self, part: str, limit: int | None) -> Validation:
+        """Score consecutive rows of the training length, each from its second byte on."""
+        config, engine = self.config, Engine.alone(self.config.device)
+        stream = self.corpus.stream(part)
+        return validate(self.model, stream, length=config.length, rows=config.rows, limit=limit, engine=engine)
 
-        return HarnessModel(self.model, ByteTokenizer(), max_length=max_length, batch_tokens=_BATCH_TOKENS)
+    def validation_rows(self) -> Tensor:
+        """The first rows of the validation text."""
+        stream = self.corpus.stream("validation")
+        return next(consecutive_rows(stream, self.config.length, self.config.rows)).to(self.config.device)
 
-    def task(self, name: str, limit: int | None) -> Any:
+    def scorer(self, max_length: int) -> Scorer:
+        return Scorer(self.model, ByteTokenizer(), max_length=max_length, batch_tokens=_BATCH_TOKENS)
+
+    def records(self, task: str, limit: int | None) -> list[Record]:
         assert self.config.folder is not None
-        # The rows have acc_norm of all sets, also of those for which the harness reports acc only.
-        metrics = ("acc_norm",) if name in CHOICE_TASKS else ()
-        return load_task(name, Path(self.config.folder), limit, metrics=metrics)
+        return records(task, Path(self.config.folder), limit)
 
 
-def measure(subject: Subject, scratch: Path | None, report: Report, cost: Cost) -> Record:
-    """All measurements by name; those that ``scratch`` holds are not made again. ``cost`` is kept with each."""
-    file = None if scratch is None else scratch / "measured.json"
-    found: Record = json.loads(file.read_text()) if file is not None and file.exists() else {}
-    subject.model.eval()
-    wanted = [name for name, (applies, _) in MEASUREMENTS.items() if applies(subject)]
-    for number, name in enumerate(wanted):
-        if name not in found:
-            found[name] = MEASUREMENTS[name][1](subject)
-            if file is not None:
-                write_atomically(file, dumps(found).encode())
-                cost.keep()
-        share = (number + 1) / len(wanted)
-        report(TRAINING_SHARE + (1 - TRAINING_SHARE) * share, bits=float(found["test"]["bits"]))
+def measurements(subject: Subject) -> dict[str, Callable[[Subject], Record]]:
+    """The measurements of a cell by name, in the order in which they are made."""
+    found: dict[str, Callable[[Subject], Record]] = {"test": _test, "validation": _validation}
+    if subject.arm in RAW_KEYS:
+        found["keys"] = _keys
+    if subject.arm in RECURRENT:
+        found["positions"] = _positions
+    if subject.config.downstream:
+        found |= {"wikitext": _wikitext, "lambada": _lambada}
+        if subject.seed == subject.config.choice_seed:
+            found["choices"] = _choices
     return found
 
 
 def _test(subject: Subject) -> Record:
-    """Consecutive rows of the training length, each scored from its second byte on."""
-    return _bits(_validate(subject, "test", subject.config.test_bytes))
+    return _bits(subject.validate("test", subject.config.test_bytes))
 
 
 def _validation(subject: Subject) -> Record:
-    return _bits(_validate(subject, "validation", subject.config.final_validation_bytes))
-
-
-def _validate(subject: Subject, part: str, limit: int | None) -> Validation:
-    config = subject.config
-    engine = Engine.alone(config.device)
-    return validate(
-        subject.model, subject.corpus.stream(part), length=config.length, rows=config.rows, limit=limit, engine=engine
-    )
+    return _bits(subject.validate("validation", subject.config.final_validation_bytes))
 
 
 def _bits(found: Validation) -> Record:
@@ -94,55 +83,33 @@ def _bits(found: Validation) -> Record:
 
 
 def _wikitext(subject: Subject) -> Record:
-    """Word perplexity in disjoint windows of the training length, which is the longest that every arm was trained on."""
-    from efla.evaluation.harness import wikitext_items
-
-    task = subject.task("wikitext", subject.config.wikitext_items)
-    items = wikitext_items(subject.harness(subject.config.length), task, carried=False)
-    return {
-        "word_perplexity": metric_items(items, "word_perplexity").exact_metric(),
-        "bits": metric_items(items, "bits_per_byte").exact_metric(),
-        "words": sum(item["words"] for item in items),
-        "articles": len(items),
-    }
+    """Word perplexity in disjoint windows of the training length, the longest that every arm was trained on."""
+    items = subject.records("wikitext", subject.config.wikitext_items)
+    found = wikitext(subject.scorer(subject.config.length), items)
+    words = {"words": sum(found.words), "articles": len(found.words)}
+    return {"word_perplexity": found.word_perplexity, "bits": found.bits_per_byte, **words}
 
 
 def _lambada(subject: Subject) -> Record:
-    """The last word of passages, of which the training length's last bytes are seen."""
-    from efla.evaluation.harness import run_task
-
-    task = subject.task("lambada_openai", subject.config.lambada_items)
-    items = run_task(subject.harness(subject.config.length), "lambada_openai", task).items
-    return {
-        "perplexity": metric_items(items, "perplexity").exact_metric(),
-        "accuracy": metric_items(items, "acc").exact_metric(),
-        "bits": metric_items(items, "bits_per_byte").exact_metric(),
-        "passages": len(items),
-    }
+    """The last word of each passage. The model sees the last bytes of the passage, up to the training length."""
+    items = subject.records("lambada_openai", subject.config.lambada_items)
+    found = lambada(subject.scorer(subject.config.length), items)
+    scores = {"perplexity": found.perplexity, "accuracy": found.accuracy}
+    return {**scores, "bits": found.bits_per_byte, "passages": len(found.scores)}
 
 
 def _choices(subject: Subject) -> Record:
-    """The eight multiple-choice sets; by column, so that WinoGrande's acc and HellaSwag's acc_norm are as in the paper."""
-    from efla.evaluation.harness import run_task
-
-    model = subject.harness(subject.config.choice_length)
+    """The eight multiple-choice sets, with both metrics: the paper reports acc for some and acc_norm for others."""
+    scorer = subject.scorer(subject.config.choice_length)
     found: Record = {}
-    for name in CHOICE_TASKS:
-        items = run_task(model, name, subject.task(name, subject.config.choice_items)).items
-        accuracies = {metric: metric_items(items, metric).exact_metric() for metric in ("acc", "acc_norm")}
-        found[name] = {**accuracies, "items": len(items)}
+    for task in CHOICES:
+        result = multiple_choice(scorer, task, subject.records(task, subject.config.choice_items))
+        found[task] = {"acc": result.acc, "acc_norm": result.acc_norm, "items": len(result.questions)}
     return found
 
 
-def _keys(subject: Subject) -> Record:
-    """Quantiles of lam and beta * lam by layer on the first validation rows."""
-    stream = subject.corpus.stream("validation")
-    rows = next(consecutive_rows(stream, subject.config.length, subject.config.rows)).to(subject.config.device)
-    return {"quantiles": list(QUANTILES), "layers": key_energies(subject.model, rows)}
-
-
 def _positions(subject: Subject) -> Record:
-    """Bits per byte by position in rows of four training lengths of the test text, the state carried."""
+    """Bits per byte by position in long rows of the test text, with the state carried along each row."""
     config, stream = subject.config, subject.corpus.stream("test")
     length = POSITIONS * config.length
     count = min(config.position_rows, len(stream) // (length + 1))
@@ -150,29 +117,44 @@ def _positions(subject: Subject) -> Record:
         raise ValueError(f"the test text has {len(stream)} bytes, too few for one row of {length + 1}")
     rows = [stream.read(i * (length + 1), (i + 1) * (length + 1)).tolist() for i in range(count)]
     curve = bits_by_position(subject.model, rows, even_buckets(length), window=config.length, batch_rows=config.rows)
-    return {
-        "ends": curve.ends,
-        "bits": [float(f"{value:.6g}") for value in curve.bits],
-        "standard_errors": [float(f"{value:.4g}") for value in curve.standard_errors],
-        "rows": count,
-    }
+    bits = [float(f"{value:.6g}") for value in curve.bits]
+    errors = [float(f"{value:.4g}") for value in curve.standard_errors]
+    return {"ends": curve.ends, "bits": bits, "standard_errors": errors, "rows": count}
 
 
-def _always(subject: Subject) -> bool:
-    return True
+def _keys(subject: Subject) -> Record:
+    return {"quantiles": list(QUANTILES), "layers": key_energies(subject.model, subject.validation_rows())}
 
 
-def _has_files(subject: Subject) -> bool:
-    return subject.config.downstream
+@torch.no_grad()
+def key_energies(model: nn.Module, rows: Tensor) -> list[Record]:
+    """Quantiles (50, 99, 100 %) of lam = k.k and of beta * lam over all tokens and heads of rows [B, T], per layer."""
+    found: list[Record] = []
+
+    def look(mixer: nn.Module, arguments: tuple[Any, ...]) -> None:
+        assert isinstance(mixer, LinearAttention)
+        x = arguments[0]
+        _, k, _, _ = mixer._queries_keys_values(x, None, None, None, False)
+        beta, _ = mixer._step_inputs(x)
+        assert beta is not None
+        k = k.float()
+        lam = (l2_normalize(k) if mixer.key_norm else k).square().sum(-1)  # [B, T, Hk]
+        lam = lam.repeat_interleave(mixer.num_heads // mixer.num_key_heads, dim=2)
+        found.append({"layer": len(found), "lam": _quantiles(lam), "step_size": _quantiles(beta * lam)})
+
+    mixers = [module for module in model.modules() if isinstance(module, LinearAttention) and module.rule.needs_beta]
+    handles = [mixer.register_forward_pre_hook(look) for mixer in mixers]
+    was_training = model.training
+    model.eval()
+    try:
+        model(input_ids=rows, use_cache=False, logits_to_keep=1)
+    finally:
+        for handle in handles:
+            handle.remove()
+        model.train(was_training)
+    return found
 
 
-# Name -> (which cells it is made for, what it returns), in the order in which they are made.
-MEASUREMENTS: dict[str, tuple[Callable[[Subject], bool], Callable[[Subject], Record]]] = {
-    "test": (_always, _test),
-    "validation": (_always, _validation),
-    "keys": (lambda subject: subject.arm in RAW_KEYS, _keys),
-    "positions": (lambda subject: subject.arm in RECURRENT, _positions),
-    "wikitext": (_has_files, _wikitext),
-    "lambada": (_has_files, _lambada),
-    "choices": (lambda subject: _has_files(subject) and subject.seed == subject.config.choice_seed, _choices),
-}
+def _quantiles(values: Tensor) -> list[float]:
+    flat = values.double().flatten()
+    return [float(f"{q:.6g}") for q in torch.quantile(flat, flat.new_tensor(QUANTILES)).tolist()]

@@ -1,4 +1,4 @@
-"""The language-model figure, from rows alone: curves, test bits, bits by position, energy of the keys."""
+"""The language-model figure, from rows: curves, test bits, bits by position, energy of the keys."""
 
 from __future__ import annotations
 
@@ -7,27 +7,28 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from efla.experiments.lm import select
+from efla.experiments.lm.claims import Runs
 from efla.experiments.lm.config import CONTROLS
 from efla.runs.records import Record, number
-from efla.runs.statistics import Spread
+from efla.runs.statistics import Curve
 from efla.runs.style import ARMS, figure_style, save
 
 _TALL = 50.0
-"""Step sizes beyond this are drawn on a logarithmic axis."""
+"""Step sizes above this are drawn on a logarithmic axis."""
 
 
 def plot(rows: Sequence[Record], folder: Path) -> list[Path]:
-    """Four panels: validation on the way, test bits with every seed, bits by position, largest step size on the way."""
-    arms = [arm for arm in select.arms_of(rows) if select.chosen(rows, arm)]
+    """Four panels: validation during training, test bits of every seed, bits by position, largest step size."""
+    runs = Runs(rows)
+    arms = [arm for arm in runs.arms if runs.at(arm)]
     if not arms:
         return []
     with figure_style() as plt:
         figure, axes = plt.subplots(2, 2, figsize=(11, 7.4))
-        _curves(axes[0, 0], rows, arms)
-        _bits(axes[0, 1], rows, arms)
-        _positions(axes[1, 0], rows, arms)
-        _step_sizes(axes[1, 1], rows, arms)
+        _curves(axes[0, 0], runs, arms)
+        _bits(axes[0, 1], runs, arms)
+        _positions(axes[1, 0], runs, arms)
+        _step_sizes(axes[1, 1], runs, arms)
         handles: dict[str, Any] = {}
         for axis in axes.flat:
             for handle, label in zip(*axis.get_legend_handles_labels(), strict=True):
@@ -39,8 +40,8 @@ def plot(rows: Sequence[Record], folder: Path) -> list[Path]:
     return files
 
 
-def _band(axis: Any, x: Sequence[float], values: Sequence[Spread], arm: str) -> None:
-    line = ARMS[arm]
+def _band(axis: Any, curve: Curve, arm: str) -> None:
+    line, (x, values) = ARMS[arm], curve
     mean = [value.mean for value in values]
     axis.plot(x, mean, color=line.color, linestyle=line.dash, linewidth=line.width, label=line.label)
     if values and all(value.n > 1 for value in values):
@@ -48,19 +49,18 @@ def _band(axis: Any, x: Sequence[float], values: Sequence[Spread], arm: str) -> 
         axis.fill_between(x, low, high, color=line.color, alpha=0.15, linewidth=0)
 
 
-def _curves(axis: Any, rows: Sequence[Record], arms: Sequence[str]) -> None:
+def _curves(axis: Any, runs: Runs, arms: Sequence[str]) -> None:
     for arm in arms:
-        seen, values = select.curve(rows, arm)
-        _band(axis, [at / 1e6 for at in seen], values, arm)
+        _band(axis, runs.over_bytes(arm, "validations"), arm)
     axis.set(xlabel="million bytes seen", ylabel="bits per byte", title="validation during training")
 
 
-def _bits(axis: Any, rows: Sequence[Record], arms: Sequence[str]) -> None:
+def _bits(axis: Any, runs: Runs, arms: Sequence[str]) -> None:
     """A dot for every run; the mean of several as a bar."""
     for i, arm in enumerate(arms):
         color = ARMS[arm].color
-        values = [select.value(row, select.METRICS["bits"]) for row in select.chosen(rows, arm)]
-        finite = [v for v in values if v is not None and math.isfinite(v)]
+        values = [math.nan if row["failed"] else number(row["test"]["bits"]) for row in runs.at(arm)]
+        finite = [v for v in values if math.isfinite(v)]
         axis.plot(finite, [i] * len(finite), "o", color=color, markersize=6, alpha=0.8)
         if len(finite) > 1:
             mean = sum(finite) / len(finite)
@@ -73,31 +73,26 @@ def _bits(axis: Any, rows: Sequence[Record], arms: Sequence[str]) -> None:
     axis.grid(axis="y", visible=False)
 
 
-def _positions(axis: Any, rows: Sequence[Record], arms: Sequence[str]) -> None:
+def _positions(axis: Any, runs: Runs, arms: Sequence[str]) -> None:
     for arm in arms:
-        ends, values = select.positions(rows, arm)
-        if ends:
-            _band(axis, ends, values, arm)
-    length = select.runs(rows)[0]["config"]["length"]
+        curve = runs.over_positions(arm)
+        if curve[0]:
+            _band(axis, curve, arm)
+    length = runs[0]["config"]["length"]
     axis.axvline(length, color="#222222", linewidth=0.8)
     axis.annotate("training length", (length, 0.97), xycoords=("data", "axes fraction"), xytext=(4, 0),
                   textcoords="offset points", fontsize=8, va="top")  # fmt: skip
     axis.set(xlabel="position in the row, state carried", ylabel="bits per byte", title="test text by position")
 
 
-def _step_sizes(axis: Any, rows: Sequence[Record], arms: Sequence[str]) -> None:
+def _step_sizes(axis: Any, runs: Runs, arms: Sequence[str]) -> None:
     drawn = False
     for arm in arms:
-        seen, values = select.curve(rows, arm, "largest_step_sizes")
-        if seen:
+        curve = runs.over_bytes(arm, "largest_step_sizes")
+        if curve[0]:
             drawn = True
-            _band(axis, [at / 1e6 for at in seen], values, arm)
-    largest = [
-        number(record["step_size"][-1])
-        for row in select.runs(rows)
-        if "keys" in row
-        for record in row["keys"]["layers"]
-    ]
+            _band(axis, curve, arm)
+    largest = [number(layer["step_size"][-1]) for row in runs if "keys" in row for layer in row["keys"]["layers"]]
     if not drawn or not largest:
         axis.set_visible(False)
         return

@@ -1,18 +1,17 @@
-"""The language-model section of the report: curves, bits by position, the paper's table beside ours."""
+"""The section of the report on the language models: curves, bits by position, the paper's table beside ours."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
 
-from efla.evaluation.table import COLUMNS, PRINTED_AVERAGES, mean_accuracy, paper_rows
-from efla.experiments.lm import claims as lm_claims
-from efla.experiments.lm import select
-from efla.experiments.lm.config import CONTROLS, PAIR
+from efla.evaluation.columns import COLUMNS, PRINTED_AVERAGES, mean_accuracy, paper_rows
+from efla.experiments.lm.claims import COMPARABILITY, METRICS, Runs, claims
+from efla.experiments.lm.config import CHOICES, CONTROLS, PAIR
 from efla.runs.chart import Chart, Series, tidy
 from efla.runs.records import Record, number
 from efla.runs.sections import Figure, Section, Table, budget, points, settings_table
-from efla.runs.statistics import Spread
+from efla.runs.statistics import Curve
 from efla.runs.style import ARMS
 
 _NOTE = "Mean over seeds; the band is ± one standard deviation (no band: one seed)."
@@ -20,116 +19,105 @@ _NOTE = "Mean over seeds; the band is ± one standard deviation (no band: one se
 
 def sections(rows: Sequence[Record], source: str) -> list[Section]:
     """One section: curves, positions and step sizes; tables."""
-    cells = select.runs(rows)
-    arms = [arm for arm in select.arms_of(rows) if select.chosen(rows, arm)]
-    legend = [_series(arm, [], []) for arm in arms]
-    tables = [_main_table(rows, arms)]
-    if any("choices" in row for row in cells):
-        tables.append(_choices(rows, arms))
-    if len(select.rates_of(rows)) > 1:
-        tables.append(_rates(rows))
-    tables.append(_paper_table(cells))
-    if any("keys" in row for row in cells):
-        tables.append(_keys(cells))
-    tables.append(_runs(cells))
-    data = sorted({f"{r['data']['corpus']} ({r['data']['source']}, digest {r['data']['digest']})" for r in cells})
+    runs = Runs(rows)
+    arms = [arm for arm in runs.arms if runs.at(arm)]
+    tables = [_main_table(runs, arms)]
+    if any("choices" in row for row in runs):
+        tables.append(_choices(runs, arms))
+    if len(runs.rates) > 1:
+        tables.append(_rates(runs))
+    tables.append(_paper_table(runs))
+    if any("keys" in row for row in runs):
+        tables.append(_keys(runs))
+    tables.append(_every_run(runs))
+    sizes = sorted({int(row["parameters"]) for row in runs})
+    parameters = f"{sizes[0]:,}" if len(sizes) == 1 else f"{sizes[0]:,} to {sizes[-1]:,}"
+    data = sorted({f"{r['data']['corpus']} ({r['data']['source']}, digest {r['data']['digest']})" for r in runs})
     return [
         Section(
             key="lm",
-            title=f"Language models over bytes ({cells[0]['profile']} profile)",
+            title=f"Language models over bytes ({runs[0]['profile']} profile)",
             source=source,
             intro=(
-                f"Models of {_range(cells)} parameters, matched within 2 %, are trained on the same bytes in the same order: "
-                f"{cells[0]['bytes_seen'] / 1e6:.2g} million of them. {lm_claims.COMPARABILITY}"
+                f"Models of {parameters} parameters, matched within 2 %, are trained on the same bytes in the same order: "
+                f"{runs[0]['bytes_seen'] / 1e6:.2g} million of them. {COMPARABILITY}"
             ),
-            claims=lm_claims.claims(rows),
-            figures=[Figure("Training, length and keys", _NOTE, _charts(rows, arms), legend)],
+            claims=claims(rows),
+            figures=[Figure("Training, length and keys", _NOTE, _charts(runs, arms), [_series(arm) for arm in arms])],
             tables=tables,
-            settings=settings_table(cells),
-            data=[line + lm_claims.without_files(cells) for line in data],
-            budget=budget(cells),
-            not_concluded=_not_concluded(rows, cells),
+            settings=settings_table(runs),
+            data=[line + runs.missing_files() for line in data],
+            budget=budget(runs),
+            not_concluded=_not_concluded(runs),
         )
     ]
 
 
-def _charts(rows: Sequence[Record], arms: Sequence[str]) -> list[Chart]:
-    validation = [_against_bytes(rows, arm, "validations") for arm in arms]
-    training = [_against_bytes(rows, arm, "losses") for arm in arms]
-    position = [_series(arm, *select.positions(rows, arm)) for arm in arms]
-    steps = [_against_bytes(rows, arm, "largest_step_sizes") for arm in arms]
+def _charts(runs: Runs, arms: Sequence[str]) -> list[Chart]:
+    training, validation, steps = (
+        [_series(arm, runs.over_bytes(arm, key)) for arm in arms] for key in ("losses", "validations", "largest_step_sizes")
+    )  # fmt: skip
+    positions = [_series(arm, runs.over_positions(arm)) for arm in arms]
+    seen, bits = "million bytes seen", "bits per byte"
     charts = [
-        Chart("Training text", "million bytes seen", "bits per byte", training, _y_range(training)),
-        Chart("Validation text", "million bytes seen", "bits per byte", validation, _y_range(validation)),
+        Chart("Training text", seen, bits, training, _y_range(training)),
+        Chart("Validation text", seen, bits, validation, _y_range(validation)),
     ]
-    drawn = [series for series in position if series.points]
-    if drawn:
-        length = select.runs(rows)[0]["config"]["length"]
-        title = f"Test text by position (trained on {length}), state carried"
-        charts.append(Chart(title, "position", "bits per byte", drawn, _y_range(drawn)))
-    drawn = [series for series in steps if series.points]
-    if drawn:
-        charts.append(
-            Chart("Raw keys on a validation batch", "million bytes seen", "largest βλ", drawn, _y_range(drawn, 0.0))
-        )
+    if drawn := [series for series in positions if series.points]:
+        title = f"Test text by position (trained on {runs[0]['config']['length']}), state carried"
+        charts.append(Chart(title, "position", bits, drawn, _y_range(drawn)))
+    if drawn := [series for series in steps if series.points]:
+        charts.append(Chart("Raw keys on a validation batch", seen, "largest βλ", drawn, _y_range(drawn, 0.0)))
     return charts
 
 
-def _series(arm: str, x: Sequence[float], curve: Sequence[Spread]) -> Series:
+def _series(arm: str, curve: Curve = ([], [])) -> Series:
     line = ARMS[arm]
-    return Series(arm, line.label, points(x, curve, 1.0, 3), line.dash, line.width)
-
-
-def _against_bytes(rows: Sequence[Record], arm: str, key: str) -> Series:
-    seen, values = select.curve(rows, arm, key)
-    return _series(arm, [at / 1e6 for at in seen], values)
+    return Series(arm, line.label, points(*curve, 1.0, 3), line.dash, line.width)
 
 
 def _y_range(series: Sequence[Series], low: float | None = None) -> tuple[float, float]:
-    """From the smallest to the largest value, with some room."""
+    """From the smallest to the largest value, with a margin."""
     values = [p.y for s in series for p in s.points if math.isfinite(p.y)] or [0.0, 1.0]
     bottom = min(values) if low is None else low
     room = 0.05 * ((max(values) - bottom) or 1.0)
     return (bottom - room if low is None else bottom, max(values) + room)
 
 
-def _main_table(rows: Sequence[Record], arms: Sequence[str]) -> Table:
-    """One line per arm: mean and deviation over seeds, and the difference to delta-l2 in the headline."""
-    names = [name for name in select.METRICS if any(select.over_seeds(rows, arm, name).n for arm in arms)]
-    lines = []
+def _main_table(runs: Runs, arms: Sequence[str]) -> Table:
+    """One line per arm: mean and deviation over seeds, and the difference of bits to delta-l2."""
+    names, lines = runs.measured(), []
     for arm in arms:
-        gap = select.over_seeds(rows, arm, "bits", shared_with=PAIR[0]).mean
-        gap -= select.over_seeds(rows, PAIR[0], "bits", shared_with=arm).mean
+        gap = runs.metric(arm, "bits", shared_with=PAIR[0]).mean - runs.metric(PAIR[0], "bits", shared_with=arm).mean
         difference = "" if arm == PAIR[0] or math.isnan(gap) else f"{gap:+.4f}"
         label = f"{arm} (control)" if arm in CONTROLS else arm
-        mine = select.chosen(rows, arm)
-        values = [select.show(rows, arm, name) for name in names]
+        mine = runs.at(arm)
+        values = [runs.text(arm, name) for name in names]
         lines.append([label, str(len(mine)), f"{mine[0]['parameters']:,}", *values, difference])
-    titles = [select.METRICS[name].title for name in names]
-    title = f"Every arm at peak rate {select.judged_rate(rows):g}, mean ± deviation over seeds"
+    titles = [METRICS[name].title for name in names]
+    title = f"Every arm at peak rate {runs.rate:g}, mean ± deviation over seeds"
     return Table(title, ["arm", "seeds", "parameters", *titles, "bits − delta-l2, same seeds"], lines)  # noqa: RUF001
 
 
-def _choices(rows: Sequence[Record], arms: Sequence[str]) -> Table:
+def _choices(runs: Runs, arms: Sequence[str]) -> Table:
     lines = []
-    for task, column in select.CHOICES.items():
-        found = [select.choice(rows, arm, task) for arm in arms]
+    for task, column in CHOICES.items():
+        found = [runs.choice(arm, task) for arm in arms]
         items = next((f[1] for f in found if f is not None), 0)
-        values = ["–" if f is None else f"{100 * f[0]:.1f}" for f in found]  # noqa: RUF001
+        values = [_or_dash(None if f is None else 100 * f[0], ".1f") for f in found]
         lines.append([column.title, column.metric, str(items), f"{column.chance:.1f}", *values])
     title = "Multiple choice in %, one seed: expected at chance, a test of the scorer, not averaged"
     return Table(title, ["set", "metric", "items", "chance", *arms], lines)
 
 
-def _rates(rows: Sequence[Record]) -> Table:
-    rates = select.rates_of(rows)
-    arms = [a for a in select.arms_of(rows) if sum(bool(select.chosen(rows, a, rate)) for rate in rates) > 1]
-    lines = [[arm, *(select.show(rows, arm, "bits", rate) for rate in rates)] for arm in arms]
-    return Table("Test bits per byte by peak rate", ["arm", *(f"{rate:g}" for rate in rates)], lines)
+def _rates(runs: Runs) -> Table:
+    arms = [arm for arm in runs.arms if sum(bool(runs.at(arm, rate)) for rate in runs.rates) > 1]
+    lines = [[arm, *(runs.text(arm, "bits", rate) for rate in runs.rates)] for arm in arms]
+    return Table("Test bits per byte by peak rate", ["arm", *(f"{rate:g}" for rate in runs.rates)], lines)
 
 
-def _paper_table(cells: Sequence[Record]) -> Table:
-    """The paper's numbers as printed; the mean recomputed."""
+def _paper_table(runs: Runs) -> Table:
+    """The paper's numbers as printed, and the mean recomputed."""
     lines = []
     for size, tokens in (("340M", "8B"), ("1.3B", "50B")):
         for model, row in paper_rows(size).items():
@@ -137,72 +125,66 @@ def _paper_table(cells: Sequence[Record]) -> Table:
             printed = f"{PRINTED_AVERAGES[size][model]:.1f}"
             values = [f"{row[column.key]:g}" for column in COLUMNS]
             lines.append([f"{model}, {size}, {tokens} tokens", *values, printed, "" if mean is None else f"{mean:.2f}"])
-    size = 374e6 / max(row["parameters"] for row in cells)
-    tokens_more = 8e9 / max(row["bytes_seen"] for row in cells)
+    larger = 374e6 / max(row["parameters"] for row in runs)
+    longer = 8e9 / max(row["bytes_seen"] for row in runs)
     title = (
-        f"The paper's Table 1: at least {size:,.0f} times the size and {tokens_more:,.0f} times the tokens, other text: only "
-        "signs compare"
+        f"The paper's Table 1: at least {larger:,.0f} times the size and {longer:,.0f} times the tokens, other text: compare "
+        "only the direction of differences"
     )
     return Table(title, ["model", *(c.title for c in COLUMNS), "Avg. printed", "mean of the 9"], lines)
 
 
-def _keys(cells: Sequence[Record]) -> Table:
+def _keys(runs: Runs) -> Table:
     lines = []
-    for row in cells:
-        for record in row.get("keys", {}).get("layers", ()):
-            lam, step = ([tidy(number(v)) for v in record[key]] for key in ("lam", "step_size"))
-            lines.append([row["arm"], f"{row['rate']:g}", str(row["seed"]), str(record["layer"] + 1), *lam, *step])
+    for row in runs:
+        for layer in row.get("keys", {}).get("layers", ()):
+            quantiles = [tidy(number(value)) for key in ("lam", "step_size") for value in layer[key]]
+            lines.append([row["arm"], f"{row['rate']:g}", str(row["seed"]), str(layer["layer"] + 1), *quantiles])
     columns = ["arm", "rate", "seed", "layer", "λ 50 %", "99 %", "largest", "βλ 50 %", "99 %", "largest"]
     return Table("Energy of raw keys by layer, on one validation batch", columns, lines, wide=True)
 
 
-def _runs(cells: Sequence[Record]) -> Table:
+def _every_run(runs: Runs) -> Table:
     columns = ["arm", "rate", "seed", "test bits", "validation bits", "WikiText ppl", "LAMBADA ppl", "LAMBADA acc, %",
                "non-finite steps", "steps/s", "bytes/s", "memory growth, MB", "backend", "wall, s"]  # fmt: skip
     lines = []
-    for row in cells:
-        wiki, lambada, timing = row.get("wikitext"), row.get("lambada"), row["timing"]
-        memory = timing["peak_memory_growth"]
+    for row in runs:
+        wiki, lambada, timing = row.get("wikitext", {}), row.get("lambada", {}), row["timing"]
         lines.append(
-            [row["arm"], f"{row['rate']:g}", str(row["seed"]), f"{number(row['test']['bits']):.4f}",
-             f"{number(row['validation']['bits']):.4f}", "–" if wiki is None else f"{number(wiki['word_perplexity']):,.0f}",  # noqa: RUF001
-             "–" if lambada is None else f"{number(lambada['perplexity']):,.0f}",  # noqa: RUF001
-             "–" if lambada is None else f"{100 * number(lambada['accuracy']):.2f}", str(row["nonfinite_steps"]),  # noqa: RUF001
-             f"{timing['steps_per_second']:.2f}", f"{timing['bytes_per_second']:,.0f}",
-             "–" if memory is None else f"{memory / 1e6:,.0f}", row["backend"], f"{row['wall_seconds']:,.0f}"]  # noqa: RUF001
+            [row["arm"], f"{row['rate']:g}", str(row["seed"]), _or_dash(row["test"]["bits"], ".4f"),
+             _or_dash(row["validation"]["bits"], ".4f"), _or_dash(wiki.get("word_perplexity"), ",.0f"),
+             _or_dash(lambada.get("perplexity"), ",.0f"), _or_dash(lambada.get("accuracy"), ".2f", 100),
+             str(row["nonfinite_steps"]), f"{timing['steps_per_second']:.2f}", f"{timing['bytes_per_second']:,.0f}",
+             _or_dash(timing["peak_memory_growth"], ",.0f", 1e-6), row["backend"], f"{row['wall_seconds']:,.0f}"]
         )  # fmt: skip
     return Table("Every run", columns, lines, wide=True)
 
 
-def _range(cells: Sequence[Record]) -> str:
-    counts = sorted({int(row["parameters"]) for row in cells})
-    return f"{counts[0]:,}" if len(counts) == 1 else f"{counts[0]:,} to {counts[-1]:,}"
+def _or_dash(value: object, digits: str, unit: float = 1.0) -> str:
+    return "–" if value is None else f"{unit * number(value):{digits}}"  # noqa: RUF001
 
 
-def _not_concluded(rows: Sequence[Record], cells: Sequence[Record]) -> list[str]:
-    """The limits of these rows, worked out from them."""
+def _not_concluded(runs: Runs) -> list[str]:
+    """The limits of these rows, derived from them."""
     found = [
-        "Anything about 340M or 1.3B parameters: size, tokens and text differ, so only signs may be set beside the paper's.",
+        "Anything about 340M or 1.3B parameters: size, tokens and text differ, so only the direction of a difference compares.",
         "That a difference between exact-flow and delta-l2 is due to the rule: they differ in rule and key norm at once. "
         "The controls delta-raw and exact-flow-l2 change one of the two.",
-        "That WikiText's and LAMBADA's numbers mean anything by themselves: they are out of domain for these texts, read in "
-        "windows of the training length (the paper's: 2,048 tokens), and kept for the code path and the order of the arms.",
+        "That WikiText's and LAMBADA's numbers mean anything by themselves: they are out of domain for these texts and read in "
+        "windows of the training length (the paper's: 2,048 tokens). They test the code path and the order of the arms.",
     ]
-    single = [arm for arm in select.arms_of(rows) if len(select.chosen(rows, arm)) == 1]
+    single = [arm for arm in runs.arms if len(runs.at(arm)) == 1]
     if single:
         found.insert(0, f"Any verdict on {', '.join(single)}: run with one seed, so the spread is unknown.")
-    if len(select.rates_of(rows)) == 1:
+    if len(runs.rates) == 1:
         found.append(
             "That the order of the arms holds at other learning rates: one peak rate was run (--lr-sweep adds two for the pair)."
         )
-    nonfinite = [f"{arm} ({n})" for arm in select.arms_of(rows) if (n := select.failed(rows, arm))]
+    nonfinite = [f"{arm} ({n})" for arm, n in runs.failures().items()]
     if nonfinite:
-        found.append(
-            f"How good these arms are where they failed: {', '.join(nonfinite)} run(s) had a step that was not finite."
-        )
-    sentence = lm_claims.chance_sentence(rows)
-    if sentence:
+        found.append(f"How good the arms are where they failed: {', '.join(nonfinite)} run(s) had a non-finite step.")
+    if sentence := runs.chance_sentence():
         found.append(f"Anything from multiple choice: {sentence}.")
-    if {row["data"]["corpus"] for row in cells} == {"python-docs"}:
-        found.append("Anything about the texts of the protocol: Python's documentation stood in for them.")
+    if {row["data"]["corpus"] for row in runs} == {"python-docs"}:
+        found.append("Anything about the texts of the protocol: Python's documentation replaces them here.")
     return found

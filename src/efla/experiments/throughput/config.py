@@ -1,23 +1,25 @@
-"""Settings of the throughput measurement: which models, over which lengths and batches, how often."""
+"""Settings and command-line options of the throughput measurement: models, lengths, batches, rounds."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
+import torch
+
 from efla.errors import unknown_name
+from efla.experiments.experiment import Options
 from efla.experiments.lm.config import ARM_ORDER
 from efla.models import presets
-from efla.runs.records import GRID
+from efla.runs.records import GRID, Count, check_fields
 
 if TYPE_CHECKING:
     from efla.models.configuration_efla import EflaConfig
 
-Size = Literal["quick", "full", "340m", "1.3b"]
-SIZES: tuple[Size, ...] = ("quick", "full", "340m", "1.3b")
 Profile = Literal["quick", "full"]
-ARMS = ("delta-l2", "exact-flow", "gated-delta", "gated-exact-flow", "mamba2", "attention")
-# Ours and theirs: the throughput of the first over that of the second is what the paper's figure is about.
+Size = Literal["quick", "full", "340m", "1.3b"]
+Precision = Literal["float32", "bfloat16"]
+# Ours and theirs. The paper's figure is about the throughput of the first over that of the second.
 PAIRS = {"exact-flow": "delta-l2", "gated-exact-flow": "gated-delta"}
 _PRESETS = {
     "delta-l2": "deltanet",
@@ -27,10 +29,20 @@ _PRESETS = {
     "mamba2": "mamba2",
     "attention": "transformer",
 }
+ARMS = tuple(_PRESETS)
+# Profile -> size, tokens per step, lengths, rounds.
+_CPU: dict[Profile, tuple[Size, int, tuple[int, ...], int]] = {
+    "quick": ("quick", 2_048, (256, 1_024), 7),
+    "full": ("full", 8_192, (512, 1_024, 2_048, 4_096, 8_192), 15),
+}
+_GPU: dict[Profile, tuple[Size, int, tuple[int, ...], int]] = {
+    "quick": ("340m", 16_384, (2_048, 16_384), 7),
+    "full": ("340m", 32_768, (2_048, 4_096, 8_192, 16_384, 32_768), 15),
+}
 
 
-class Setting(NamedTuple):
-    """Rows of a step and their length in tokens."""
+class Shape(NamedTuple):
+    """The shape of a batch: tokens per row, and rows."""
 
     length: int
     batch: int
@@ -38,46 +50,82 @@ class Setting(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class ThroughputConfig:
-    """Training steps of all arms in turn; a cell is one length and batch."""
+    """Training steps of all arms in turn. A cell is one length and batch."""
 
     profile: str
-    size: str
-    """quick and full: the CPU sizes over bytes; 340m and 1.3b: the paper's."""
+    size: Size
+    """quick and full: the CPU sizes over bytes. 340m and 1.3b: the paper's sizes."""
     arms: tuple[str, ...] = ARMS
-    rounds: int
+    rounds: Count
     device: str = "cpu"
-    precision: str = "float32"
+    precision: Precision = "float32"
     backend: str = "auto"
-    settings: tuple[Setting, ...] = field(metadata=GRID)
+    settings: tuple[Shape, ...] = field(metadata=GRID)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "settings", tuple(Setting(*setting) for setting in self.settings))
-        if self.size not in SIZES:
-            raise unknown_name("size", self.size, SIZES)
-        known = ARM_ORDER if self.size in ("quick", "full") else tuple(_PRESETS)
+        object.__setattr__(self, "settings", tuple(Shape(*shape) for shape in self.settings))
+        check_fields(self)
+        known = ARM_ORDER if self.size in ("quick", "full") else ARMS
         for arm in self.arms:
             if arm not in known:
                 raise unknown_name(f"arm of size {self.size}", arm, known)
-        if self.precision not in ("float32", "bfloat16"):
-            raise unknown_name("precision", self.precision, ("float32", "bfloat16"))
-        if self.rounds < 1:
-            raise ValueError(f"rounds must be at least 1, got {self.rounds}")
-        for setting in self.settings:
-            if setting.length < 2 or setting.batch < 1:
-                raise ValueError(f"a setting needs rows of at least 2 tokens and at least 1 row, got {tuple(setting)}")
+        for shape in self.settings:
+            if shape.length < 2 or shape.batch < 1:
+                raise ValueError(f"a batch needs at least 1 row of at least 2 tokens, got {shape}")
 
     def model_config(self, arm: str) -> EflaConfig:
-        """The model that is timed for an arm."""
+        """The config of the model that is timed for an arm."""
         if self.size in ("quick", "full"):
             return presets.arm(arm, self.size, backend=self.backend)
         return presets.get(f"{_PRESETS[arm]}-{self.size}", backend=self.backend)
 
 
-def settings_of(tokens: int, lengths: tuple[int, ...]) -> tuple[Setting, ...]:
-    """Rows of each length, as many as make the same number of tokens a step."""
+def shapes_of(tokens: int, lengths: tuple[int, ...]) -> tuple[Shape, ...]:
+    """Batches of ``tokens`` tokens in rows of each length."""
     for length in lengths:
         if tokens % length:
             raise ValueError(
-                f"rows of {length} tokens do not divide {tokens} tokens a step; change --lengths or --tokens"
+                f"rows of {length} tokens do not divide {tokens} tokens per step; change --lengths or --tokens"
             )
-    return tuple(Setting(length, tokens // length) for length in lengths)
+    return tuple(Shape(length, tokens // length) for length in lengths)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ThroughputOptions(Options):
+    """Training tokens per second of every arm over lengths and batches. Run nothing else meanwhile."""
+
+    profile: Profile = "quick"
+    """quick: a minute. full: about ten minutes. On a GPU both time the paper's 340M models."""
+    size: Size | None = None
+    """Size of the models instead of the profile's: quick, full (over bytes), 340m or 1.3b (the paper's)."""
+    arms: tuple[str, ...] = ARMS
+    """Arms to time in turn."""
+    tokens: int | None = None
+    """Tokens per step instead of the profile's, for every length."""
+    lengths: tuple[int, ...] | None = None
+    """Lengths of rows instead of the profile's."""
+    rounds: int | None = None
+    """How often each arm is timed per length."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """auto: a GPU if there is one."""
+    precision: Precision | None = None
+    """Default: float32 on a CPU, bfloat16 autocast on a GPU."""
+    backend: str = "auto"
+    """Backend of the scan, see `efla doctor`."""
+
+    def config(self) -> ThroughputConfig:
+        has_gpu = torch.cuda.is_available()
+        device = ("cuda" if has_gpu else "cpu") if self.device == "auto" else self.device
+        if device == "cuda" and not has_gpu:
+            raise RuntimeError("--device cuda: torch finds no GPU here; use --device cpu")
+        size, tokens, lengths, rounds = (_GPU if device == "cuda" else _CPU)[self.profile]
+        return ThroughputConfig(
+            profile=self.profile,
+            size=self.size or size,
+            arms=self.arms,
+            rounds=self.rounds or rounds,
+            device=device,
+            precision=self.precision or ("bfloat16" if device == "cuda" else "float32"),
+            backend=self.backend,
+            settings=shapes_of(self.tokens or tokens, self.lengths or lengths),
+        )

@@ -1,4 +1,4 @@
-"""The throughput runs: one cell times a training step of all arms in turn at one length and batch."""
+"""The throughput runs. A cell times a training step of all arms in turn at one length and batch."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 from efla import EflaForCausalLM
 from efla.experiments.experiment import Cell, Experiment, Report
-from efla.experiments.throughput.config import Setting, ThroughputConfig
+from efla.experiments.throughput.config import Shape, ThroughputConfig
 from efla.models.accounting import flops_per_token
 from efla.runs.memory import PeakMemory
 from efla.runs.records import Record
@@ -30,75 +30,71 @@ class Throughput(Experiment[ThroughputConfig]):
     side_by_side = False
 
     def cells(self) -> list[Cell]:
-        return [Cell({"length": setting.length, "batch": setting.batch}) for setting in self.config.settings]
+        return [Cell(shape._asdict()) for shape in self.config.settings]
 
     @property
     def gpus_per_cell(self) -> float:
         return 1.0 if self.config.device.startswith("cuda") else 0.0
 
     def run_cell(self, cell: Cell, report: Report) -> list[Record]:
-        """Models stay in memory together, so that rounds can go from one arm to the next."""
-        config, setting = self.config, Setting(**cell.settings)
-        facts: Record = {}
+        """All models stay in memory, so that a round can go from one arm to the next."""
+        config, shape = self.config, Shape(**cell.settings)
+        arms: Record = {}
         contenders, memory = [], {}
-        for number, arm in enumerate(config.arms):
-            model, step = stepper(config, arm, setting)
+        for number, arm in enumerate(config.arms, start=1):
+            model, step = build_step(config, arm, shape)
             step()
-            model.zero_grad(set_to_none=True)  # gradients belong to a step, not to what was there before it
+            model.zero_grad(set_to_none=True)  # gradients count as memory of the step
             peak = PeakMemory(config.device)
             step()
             memory[arm] = peak.growth()
             contenders.append(Contender(arm, step))
-            context = setting.length // 2  # softmax layers see half a row on average
-            facts[arm] = {
+            context = shape.length // 2  # softmax layers see half a row on average
+            arms[arm] = {
                 "parameters": sum(p.numel() for p in model.parameters()),
                 "flops_per_token": 3 * flops_per_token(model.config, context),
             }
-            report(0.2 * (number + 1) / len(config.arms))
+            report(0.2 * number / len(config.arms))
         samples = samples_in_turn(
             contenders, config.rounds, alternate=True, done=lambda n: report(0.2 + 0.8 * n / config.rounds)
         )
         first = sorted(samples[config.arms[0]])[config.rounds // 2]
+        tokens = shape.length * shape.batch
         return [
             {
-                "tokens": setting.length * setting.batch,
-                "arms": facts,
+                "tokens": tokens,
+                "arms": arms,
                 "timing": {
                     arm: {"seconds": [round(s, 6) for s in times], "peak_memory_growth": memory[arm]}
                     for arm, times in samples.items()
                 },
-                "device": device_name(config.device),
-                "show": {"tokens_per_second": setting.length * setting.batch / first},
+                # Of a CPU, the row's "machine" has the name.
+                "device": torch.cuda.get_device_name() if config.device.startswith("cuda") else "cpu",
+                "show": {"tokens_per_second": tokens / first},
             }
         ]
 
 
-def stepper(config: ThroughputConfig, arm: str, setting: Setting) -> tuple[Any, Callable[[], object]]:
-    """A model and one training step of it (forward, backward, clipping, AdamW), as training does it.
+def build_step(config: ThroughputConfig, arm: str, shape: Shape) -> tuple[Any, Callable[[], float]]:
+    """A model and a callable that runs one training step of it: forward, backward, clipping, AdamW.
 
-    The step reads the loss and the norm, so that the device has finished when it returns.
+    The device has finished when the step returns.
     """
     engine = Engine.alone(config.device)
     torch.manual_seed(0)
     model: Any = EflaForCausalLM(config.model_config(arm))
     model.to(engine.device)
-    optimizer = build_optimizer(model)
     generator = torch.Generator().manual_seed(0)
-    rows = torch.randint(1, model.config.vocab_size, (setting.batch, setting.length), generator=generator)
-    rows = rows.to(engine.device)
+    rows = torch.randint(1, model.config.vocab_size, (shape.batch, shape.length), generator=generator)
+    rows, optimizer = rows.to(engine.device), build_optimizer(model)
 
     @torch.enable_grad()
-    def step() -> object:
+    def step() -> float:
         result = train_step(model, optimizer, [rows], rate=1e-5, precision=config.precision, engine=engine)
         if not result.applied:
-            raise RuntimeError(f"a step of {arm} was not finite (loss {result.loss}); its time means nothing")
+            raise RuntimeError(f"a step of {arm} is not finite (loss {result.loss}), so its time means nothing")
         if engine.device.type == "cuda":
-            torch.cuda.synchronize()  # the optimizer's own work
-        return result
+            torch.cuda.synchronize()  # the optimizer runs asynchronously
+        return result.loss
 
     return model, step
-
-
-def device_name(device: str) -> str:
-    """The GPU's name; for a CPU the row's ``machine`` says it."""
-    return torch.cuda.get_device_name() if device.startswith("cuda") else "cpu"
