@@ -47,7 +47,7 @@ def nothing(fraction: float, **values: float) -> None:
     return None
 
 
-def test_the_arms_have_the_parameters_of_the_specification_and_match_within_two_percent() -> None:
+def test_the_arms_have_the_expected_parameters_and_match_within_two_percent() -> None:
     totals = {
         "quick": {"delta-l2": 471_296, "gated-delta": 467_720, "mamba2": 469_284, "attention": 467_584},
         "full": {"delta-l2": 1_881_280, "gated-delta": 1_883_608, "mamba2": 1_848_958, "attention": 1_869_504},
@@ -93,7 +93,7 @@ def test_every_arm_sees_the_same_bytes_in_the_same_order(monkeypatch: pytest.Mon
     assert len(seen["mamba2"]) == 3
 
 
-def test_the_profiles_are_those_of_the_specification() -> None:
+def test_the_profiles_have_the_documented_budgets_and_cells() -> None:
     quick, full = profile("quick"), profile("full")
     assert (quick.corpus, quick.rows, quick.length, quick.steps) == ("shakespeare", 8, 256, 200)
     assert (full.corpus, full.rows, full.length, full.steps) == ("novels", 8, 512, 2000)
@@ -119,9 +119,7 @@ def test_without_a_data_folder_quick_falls_back_to_an_embedded_text_and_full_say
         LmOptions(data="nowhere-at-all").config()
 
 
-def test_a_cell_interrupted_anywhere_gives_the_row_of_an_undisturbed_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_resumed_cell_writes_the_row_of_an_uninterrupted_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Stopped at the first report, at the second, ..., in training and between measurements, and continued each time."""
     experiment = LanguageModels(tiny())
     run(experiment, tmp_path / "whole", executor="inline", console=QUIET)
@@ -147,12 +145,12 @@ def test_a_cell_interrupted_anywhere_gives_the_row_of_an_undisturbed_one(
         except InterruptedError:
             stops += 1
     assert stops >= 3
-    assert row["wall_seconds"] > now - began, "the time of all sittings, not of the last alone"
+    assert row["wall_seconds"] > now - began, "the time of all sessions, not only of the last"
     kept = without_volatile(json.loads(json.dumps(row)))
     assert kept == {key: value for key, value in without_volatile(expected).items() if key in kept}
 
 
-def test_the_cost_of_a_cell_is_that_of_all_its_sittings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_cost_of_a_cell_includes_all_its_sessions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     now, peak = [100.0], [500]
     monkeypatch.setattr(module.time, "perf_counter", lambda: now[0])
     monkeypatch.setattr(module.PeakMemory, "growth", lambda self: peak[0])
@@ -160,7 +158,7 @@ def test_the_cost_of_a_cell_is_that_of_all_its_sittings(tmp_path: Path, monkeypa
     now[0] += 30
     first.note_memory()
     first.save()
-    now[0], peak[0] = 1000.0, 20  # killed; the next sitting only measures
+    now[0], peak[0] = 1000.0, 20  # killed; the next session only measures
     second = Cost("cpu", tmp_path)
     now[0] += 5
     second.note_memory()
@@ -188,7 +186,7 @@ def test_zero_shot_accuracy_is_not_judged_from_one_set_of_nine() -> None:
     assert claim.verdict == "not judged" and claim.effect is None and claim.numbers.endswith("one of nine sets")
 
 
-def test_a_killed_cell_goes_on_from_its_checkpoint_and_leaves_nothing_behind(tmp_path: Path) -> None:
+def test_a_killed_cell_resumes_from_its_checkpoint_and_leaves_nothing_behind(tmp_path: Path) -> None:
     config = tiny(steps=60, validate_every=30)
     script = f"""
 import os, signal, sys, json; from pathlib import Path
