@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from efla.data import corpora
 from efla.errors import unknown_name
-from efla.evaluation import local_data
-from efla.evaluation.columns import ACCURACIES
+from efla.evaluation.table import ACCURACIES
+from efla.evaluation.tasks import data_folder
 from efla.experiments.experiment import Group, Options, restrict_grid
 from efla.models import presets
 from efla.runs.records import GRID, Count, Minimum, check_fields
@@ -159,7 +159,7 @@ class LmOptions(Options):
         return cls(profile=profile, data=data, corpus=None if data or os.environ.get("EFLA_DATA") else "python-docs")
 
     def config(self) -> LmConfig:
-        root = local_data.folder(self.data)
+        root = data_folder(self.data)
         changes = self.given("corpus", "steps", "device", "backend", "save_seconds")
         if root is None and self.corpus is None:
             if self.profile != "quick":

@@ -5,21 +5,25 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from efla.data.corpora import Corpus
 from efla.data.streams import consecutive_rows
-from efla.evaluation import ByteTokenizer, Scorer, bits_by_position, even_buckets, lambada, multiple_choice, wikitext
-from efla.evaluation.local_data import records
+from efla.evaluation import ByteTokenizer, bits_by_position, even_buckets
+from efla.evaluation.items import metric_items
+from efla.evaluation.tasks import load_task
 from efla.experiments.lm.config import CHOICES, RAW_KEYS, RECURRENT, LmConfig
 from efla.layers import LinearAttention
 from efla.runs.records import Record
 from efla.scans.keys import l2_normalize
 from efla.train.engine import Engine
 from efla.train.validation import Validation, validate
+
+if TYPE_CHECKING:
+    from efla.evaluation.harness import HarnessModel
 
 POSITIONS = 4
 """Bits by position are measured up to this many training lengths."""
@@ -48,12 +52,16 @@ class Subject:
         stream = self.corpus.stream("validation")
         return next(consecutive_rows(stream, self.config.length, self.config.rows)).to(self.config.device)
 
-    def scorer(self, max_length: int) -> Scorer:
-        return Scorer(self.model, ByteTokenizer(), max_length=max_length, batch_tokens=_BATCH_TOKENS)
+    def harness(self, max_length: int) -> HarnessModel:
+        from efla.evaluation.harness import HarnessModel
 
-    def records(self, task: str, limit: int | None) -> list[Record]:
+        return HarnessModel(self.model, ByteTokenizer(), max_length=max_length, batch_tokens=_BATCH_TOKENS)
+
+    def task(self, name: str, limit: int | None) -> Any:
         assert self.config.folder is not None
-        return records(task, Path(self.config.folder), limit)
+        # The rows have acc_norm of all sets, also of those for which the harness reports acc only.
+        metrics = ("acc_norm",) if name in CHOICES else ()
+        return load_task(name, Path(self.config.folder), limit, metrics=metrics)
 
 
 def measurements(subject: Subject) -> dict[str, Callable[[Subject], Record]]:
@@ -84,27 +92,42 @@ def _bits(found: Validation) -> Record:
 
 def _wikitext(subject: Subject) -> Record:
     """Word perplexity in disjoint windows of the training length, the longest that every arm was trained on."""
-    items = subject.records("wikitext", subject.config.wikitext_items)
-    found = wikitext(subject.scorer(subject.config.length), items)
-    words = {"words": sum(found.words), "articles": len(found.words)}
-    return {"word_perplexity": found.word_perplexity, "bits": found.bits_per_byte, **words}
+    from efla.evaluation.harness import wikitext_items
+
+    task = subject.task("wikitext", subject.config.wikitext_items)
+    items = wikitext_items(subject.harness(subject.config.length), task, carried=False)
+    return {
+        "word_perplexity": metric_items(items, "word_perplexity").exact_metric(),
+        "bits": metric_items(items, "bits_per_byte").exact_metric(),
+        "words": sum(item["words"] for item in items),
+        "articles": len(items),
+    }
 
 
 def _lambada(subject: Subject) -> Record:
     """The last word of each passage. The model sees the last bytes of the passage, up to the training length."""
-    items = subject.records("lambada_openai", subject.config.lambada_items)
-    found = lambada(subject.scorer(subject.config.length), items)
-    scores = {"perplexity": found.perplexity, "accuracy": found.accuracy}
-    return {**scores, "bits": found.bits_per_byte, "passages": len(found.scores)}
+    from efla.evaluation.harness import run_task
+
+    task = subject.task("lambada_openai", subject.config.lambada_items)
+    items = run_task(subject.harness(subject.config.length), "lambada_openai", task).items
+    return {
+        "perplexity": metric_items(items, "perplexity").exact_metric(),
+        "accuracy": metric_items(items, "acc").exact_metric(),
+        "bits": metric_items(items, "bits_per_byte").exact_metric(),
+        "passages": len(items),
+    }
 
 
 def _choices(subject: Subject) -> Record:
     """The eight multiple-choice sets, with both metrics: the paper reports acc for some and acc_norm for others."""
-    scorer = subject.scorer(subject.config.choice_length)
+    from efla.evaluation.harness import run_task
+
+    model = subject.harness(subject.config.choice_length)
     found: Record = {}
-    for task in CHOICES:
-        result = multiple_choice(scorer, task, subject.records(task, subject.config.choice_items))
-        found[task] = {"acc": result.acc, "acc_norm": result.acc_norm, "items": len(result.questions)}
+    for name in CHOICES:
+        items = run_task(model, name, subject.task(name, subject.config.choice_items)).items
+        accuracies = {metric: metric_items(items, metric).exact_metric() for metric in ("acc", "acc_norm")}
+        found[name] = {**accuracies, "items": len(items)}
     return found
 
 

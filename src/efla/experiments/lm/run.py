@@ -22,7 +22,7 @@ import torch
 from efla import EflaForCausalLM
 from efla.data import corpora
 from efla.data.sampling import RowSampler
-from efla.evaluation.local_data import SOURCES, find
+from efla.evaluation.tasks import SOURCES, find_file, require_lm_eval
 from efla.experiments.experiment import Cell, Experiment, Report, grid_cells
 from efla.experiments.lm.config import CHOICES, RAW_KEYS, LmConfig
 from efla.experiments.lm.measure import POSITIONS, Subject, key_energies, measurements
@@ -75,9 +75,10 @@ class LanguageModels(Experiment[LmConfig]):
         corpora.load(self.config.corpus, self.config.folder)
         if self.config.downstream:
             assert self.config.folder is not None
+            require_lm_eval()
             for task, source in SOURCES.items():
                 for name in source.files:
-                    find(Path(self.config.folder), name, task)
+                    find_file(Path(self.config.folder), name, task)
 
     @property
     def gpus_per_cell(self) -> float:

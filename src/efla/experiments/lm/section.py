@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from efla.evaluation.columns import COLUMNS, PRINTED_AVERAGES, mean_accuracy, paper_rows
+from efla.evaluation.table import COLUMNS, PRINTED_AVERAGES, mean_accuracy, paper_rows
 from efla.experiments.lm.claims import COMPARABILITY, METRICS, Runs, claims
 from efla.experiments.lm.config import CHOICES, CONTROLS, PAIR
 from efla.runs.chart import Chart, Series, tidy
