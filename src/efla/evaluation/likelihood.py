@@ -236,7 +236,10 @@ def _score_families(
     waiting: list[_Prefilled] = []
     for chosen in _batches([family.shared for family in order], batch_tokens):
         waiting.append(_prefill(runner, requests, order[chosen]))
-        if not runner.concats_states or sum(cached_state_bytes(prefilled.cache) for prefilled in waiting) >= WAITING_BYTES:
+        if (
+            not runner.concats_states
+            or sum(cached_state_bytes(prefilled.cache) for prefilled in waiting) >= WAITING_BYTES
+        ):
             yield from _score_continuations(runner, requests, waiting, batch_tokens)
             waiting = []
     if waiting:

@@ -14,8 +14,8 @@ from efla.experiments.experiment import Cell
 from efla.experiments.mad import tasks as mad
 from efla.experiments.mad.config import ARMS, MadConfig, profile
 from efla.experiments.mad.model import build, loss_of
-from efla.experiments.mad.tasks import Setting
 from efla.experiments.mad.run import autocast
+from efla.experiments.mad.tasks import Setting
 from efla.runs.timing import Contender, Measurement, compare, seconds_per_call, training_step
 
 BATCH = 32
