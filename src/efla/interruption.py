@@ -1,6 +1,7 @@
-"""Signals that ask a run to stop: the step in progress is finished, a checkpoint is saved, then it ends.
+"""Signals that stop a run: it finishes the current step, saves a checkpoint and exits.
 
-The standard library alone: ``efla train`` listens before it imports torch, which takes seconds.
+This module uses only the standard library, because ``efla train`` installs its handlers before it imports torch, which
+takes seconds.
 """
 
 from __future__ import annotations
@@ -14,19 +15,22 @@ from types import FrameType, TracebackType
 from typing import Any
 
 PREEMPTED = 75
-"""Exit code after SIGTERM or SIGUSR1: what was done is saved, the same command continues it (EX_TEMPFAIL)."""
+"""Exit code after SIGTERM or SIGUSR1 (EX_TEMPFAIL): progress is saved, the same command resumes."""
 INTERRUPTED = 130
-"""Exit code after Ctrl-C: saved too."""
+"""Exit code after Ctrl-C; progress is saved too."""
 
 _SIGNALS = [signal.SIGTERM, signal.SIGINT, *([signal.SIGUSR1] if hasattr(signal, "SIGUSR1") else [])]
 
 
 class Stopped(Exception):
-    """A signal came before the first step."""
+    """A signal was received before the first step."""
 
 
 class Interruption:
-    """``with Interruption() as asked``: ``asked.signal`` is the signal that came, or ``None``. A second Ctrl-C does not wait."""
+    """``with Interruption() as asked``: ``asked.signal`` is the signal received, or ``None``.
+
+    A second Ctrl-C raises KeyboardInterrupt at once.
+    """
 
     def __init__(self) -> None:
         self.signal: signal.Signals | None = None
@@ -46,7 +50,7 @@ class Interruption:
 
     @property
     def name(self) -> str:
-        """The signal's name; another rank may have got it."""
+        """The name of the signal, which another rank may have received."""
         return "a signal" if self.signal is None else self.signal.name
 
     @property
@@ -60,9 +64,9 @@ class Interruption:
 
 
 def guard_start() -> None:
-    """In a process of ``efla train``: a signal ends it with its exit code, until the run listens for itself.
+    """In a process of ``efla train``, let a signal end it with its exit code until the run handles signals itself.
 
-    Until then there is nothing to save and nothing to undo. Other processes, and programs that import efla, keep their handlers.
+    Until then there is nothing to save. Other processes and programs that import efla keep their handlers.
     """
     if _is_command("train"):
         for number in _SIGNALS:
@@ -82,7 +86,7 @@ def _exit_code(number: int | None) -> int:
 def _is_command(name: str) -> bool:
     """Whether this process is ``efla NAME`` or ``python -m efla NAME``.
 
-    sys.argv alone does not tell: it has no "efla" while ``-m`` imports the package, and a worker process is given its parent's.
+    sys.argv is not enough: it lacks "efla" while ``-m`` imports the package, and worker processes get their parent's.
     """
     arguments = sys.argv[1:]
     program = sys.orig_argv[: len(sys.orig_argv) - len(arguments)][-1:]

@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from efla.data.sampling import RowSampler, permute
-from efla.data.streams import TokenStream, consecutive_rows, document_borders
+from efla.data.sampling import RowSampler, TokenStream, consecutive_rows, document_boundaries, permute
 
 
 def stream(count: int, parts: int = 1) -> TokenStream:
@@ -76,9 +75,9 @@ def test_consecutive_rows_cover_the_text_once():
     assert [tuple(b.shape) for b in consecutive_rows(stream(103), 10, 4, limit=21)] == [(2, 10)]
 
 
-def test_documents_start_at_their_border_and_at_each_row():
+def test_documents_start_at_the_bos_token_and_at_each_row():
     rows = torch.tensor([[5, 0, 7, 8], [0, 1, 2, 0]])
-    assert document_borders(rows, 0).tolist() == [0, 1, 4, 7, 8]
+    assert document_boundaries(rows, 0).tolist() == [0, 1, 4, 7, 8]
 
 
 def test_what_does_not_fit_is_said():

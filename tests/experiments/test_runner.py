@@ -119,7 +119,7 @@ def test_a_damaged_config_file_is_a_clear_error(tmp_path: Path) -> None:
 @pytest.mark.parametrize("where", ["a-file/out", "/proc/nowhere/out"])
 def test_an_unwritable_output_folder_is_a_clear_error(tmp_path: Path, where: str) -> None:
     (tmp_path / "a-file").write_text("in the way")
-    with pytest.raises(OSError, match=r"cannot write to the output folder.*--output"):
+    with pytest.raises(OSError, match=r"cannot write to .*out: .*--output"):
         _run(TinyConfig(), tmp_path / where)
 
 
@@ -132,7 +132,7 @@ def test_a_disk_that_fills_up_stops_the_run_and_keeps_finished_cells(tmp_path: P
     )
     full = run_fresh(code, HERE, tmp_path)
     assert full.returncode != 0
-    assert "the disk is full. Finished cells are safe" in full.stderr
+    assert "the disk is full. Make room and run the same command again; finished work is safe" in full.stderr
     data = (tmp_path / ROWS).read_bytes()
     assert data.endswith(b"\n"), "the half-written cell was cut off again"
     done = {row["cell"] for row in read_rows(tmp_path)}

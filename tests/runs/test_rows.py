@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
 from pathlib import Path
@@ -9,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from efla.runs.records import dumps, number
-from efla.runs.rows import DAMAGED, ROWS, append_rows, parse, read_rows, repair
+from efla.runs.rows import DAMAGED, ROWS, JsonLog, append_rows, parse, read_rows, repair
 
 
 def _cell(name: str) -> list[dict[str, object]]:
@@ -59,7 +60,7 @@ def test_lines_of_a_cell_without_its_last_line_are_not_rows() -> None:
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
 def test_a_full_disk_is_a_clear_error(tmp_path: Path) -> None:
     (tmp_path / ROWS).symlink_to("/dev/full")
-    with pytest.raises(OSError, match=r"disk is full.*Finished cells are safe"):
+    with pytest.raises(OSError, match=r"disk is full.*finished work is safe"):
         append_rows(tmp_path, _cell("a"))
 
 
@@ -88,3 +89,15 @@ def test_numbers_that_json_lacks_survive(tmp_path: Path) -> None:
     assert values[:2] == [math.inf, -math.inf]
     assert math.isnan(values[2])
     assert values[3] == 0.1
+
+
+def test_a_log_keeps_whole_lines_and_takes_any_json(tmp_path: Path) -> None:
+    log = JsonLog(tmp_path / "log.jsonl", encode=json.dumps)
+    assert log.read() == []
+    log.append([["key", 0.1], ["other", math.inf]])
+    with open(log.file, "ab") as file:
+        file.write(b'["cut')
+    assert [value for _, value in log.read()] == [["key", 0.1], ["other", math.inf], None]
+    log.keep(line for line, value in log.read() if value is not None)
+    log.append([["key", None]], sync=False)
+    assert [value for _, value in log.read()] == [["key", 0.1], ["other", math.inf], ["key", None]]

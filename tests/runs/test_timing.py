@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from efla.runs.memory import PeakMemory
+from efla.runs.provenance import PeakMemory
 from efla.runs.timing import Contender, samples_in_turn, seconds_per_call, training_step
 
 

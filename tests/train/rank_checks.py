@@ -73,7 +73,7 @@ def sequence_parallel(dtype: str, length: int, size: int):
                 float((a.grad - b.grad).norm() / a.grad.norm())
                 for a, b in zip(whole.parameters(), split.parameters(), strict=True)
             )
-            together = engine.sum([float(part.detach())])[0]
+            together = engine.all_reduce_sum([float(part.detach())])[0]
             results[f"{name}{'-checkpointed' * checkpointing}"] = [abs(together - float(loss)), error]
     engine.close()
     return results

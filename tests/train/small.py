@@ -17,7 +17,7 @@ from efla.train.config import (
     TrainConfig,
     WatchOptions,
 )
-from efla.train.metrics import read_metrics
+from efla.train.output import read_metrics
 
 SIZES = (
     "hidden_size=32",

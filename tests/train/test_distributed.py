@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 
 from efla.train import loop
 from efla.train.engine import check_layout
-from efla.train.metrics import read_metrics
+from efla.train.output import read_metrics
 from tests.processes import children, started, wait_for_line
 from tests.train.ranks import run_ranks
 from tests.train.small import SIZES, losses, small

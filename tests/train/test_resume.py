@@ -22,7 +22,7 @@ from efla.data.shards import is_prepared
 from efla.train import checkpoint, loop
 from efla.train.checkpoint import Checkpoints, verify
 from efla.train.engine import Engine
-from efla.train.metrics import read_metrics
+from efla.train.output import open_output, read_metrics
 from tests.processes import started, wait_for_line
 from tests.train.small import SIZES, assert_same, losses, numbers, small, tensors
 
@@ -70,7 +70,7 @@ def test_a_signal_saves_and_exits_with_its_code(tmp_path):
         process.send_signal(signal.SIGTERM)
         output, _ = process.communicate()
     assert process.returncode == 75, output
-    assert "the same command goes on from here" in output
+    assert "the same command resumes" in output
     (saved,) = (tmp_path / "checkpoints").iterdir()
     assert json.loads((saved / "state.json").read_text())["step"] == len(losses(tmp_path))
     assert read_metrics(tmp_path)[-1]["why"] == "SIGTERM"
@@ -155,7 +155,7 @@ def test_workers_that_a_signal_ended_too_are_no_error(is_signalled, tmp_path, mo
         raise BrokenProcessPool("a worker died")
 
     (tmp_path / "a.txt").write_text("some text")
-    monkeypatch.setattr(loop, "prepared_folder", die)
+    monkeypatch.setattr(loop, "prepare_source", die)
     expected = nullcontext() if is_signalled else pytest.raises(BrokenProcessPool)
     with expected:
         assert loop.run(small(data=str(tmp_path / "a.txt")), tmp_path / "run").exit_code == 75
@@ -229,7 +229,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_left(damage, tmp_pa
         (newest / "manifest.json").write_text("{")
     assert verify(newest) is not None
     with pytest.raises(
-        ValueError, match=r"step-00000006 is damaged: .*Remove that folder to go on from the one before"
+        ValueError, match=r"step-00000006 is damaged: .*Remove that folder to resume from the one before"
     ):
         loop.run(small(), tmp_path)
     for path in newest.iterdir():
@@ -294,10 +294,8 @@ def test_a_folder_that_is_not_a_runs_or_is_taken_is_left_alone(tmp_path):
     (tmp_path / "thesis.txt").write_text("mine")
     with pytest.raises(ValueError, match=r"holds thesis\.txt but no config\.json of a run; nothing was changed"):
         loop.run(small(), tmp_path)
-    from efla.train.output import OutputFolder
-
     with (
-        OutputFolder(tmp_path / "taken", small()),
+        open_output(tmp_path / "taken", small()),
         pytest.raises(RuntimeError, match="another run is writing to"),
     ):
         loop.run(small(), tmp_path / "taken")

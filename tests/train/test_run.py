@@ -15,12 +15,11 @@ from rich.console import Console
 
 from efla import EflaForCausalLM, cli, presets
 from efla.data import corpora
-from efla.data.streams import TokenStream
+from efla.data.sampling import TokenStream
 from efla.train import loop
-from efla.train.metrics import METRICS, read_metrics, rewind
+from efla.train.output import METRICS, MetricsLog, read_metrics
 from efla.train.plot import plot_run
-from efla.train.step import row_loss
-from efla.train.validation import validate
+from efla.train.step import row_loss, validate
 from tests.data.test_prepare import has
 from tests.train.small import losses, small
 
@@ -54,10 +53,11 @@ def test_metrics_say_what_happened(tmp_path):
     assert (rows[0]["event"], rows[-1]) == ("start", {"event": "end", "step": 12, "why": "finished"})
 
 
-def test_rewinding_drops_later_rows_and_half_a_line(tmp_path):
+def test_resuming_drops_later_rows_and_half_a_line(tmp_path):
     lines = [f'{{"event":"step","step":{n}}}\n' for n in range(1, 6)]
     (tmp_path / METRICS).write_text("".join(lines) + '{"event":"st')
-    assert rewind(tmp_path, 3) == 2
+    assert len(read_metrics(tmp_path)) == 5
+    MetricsLog(tmp_path, 3).close()
     assert (tmp_path / METRICS).read_text() == "".join(lines[:3])
 
 

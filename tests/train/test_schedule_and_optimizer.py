@@ -1,4 +1,4 @@
-"""Rates in closed form, and what is decayed."""
+"""Rates in closed form, and what is with_decay."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from efla import EflaForCausalLM, presets
-from efla.train.optimizer import build_optimizer, parameter_groups
-from efla.train.schedule import WarmupCosine
+from efla.train.optimizer import WarmupCosine, build_optimizer, parameter_groups
 
 PAPER = {"peak": 3e-4, "start": 3e-5, "final": 3e-5, "warmup_steps": 1024}
 
@@ -47,17 +46,17 @@ def test_impossible_schedules_are_refused():
 @pytest.mark.parametrize("arm", ["gated-exact-flow", "mamba2", "attention"])
 def test_one_dimensional_parameters_are_not_decayed(arm):
     model = EflaForCausalLM(presets.arm(arm))
-    decayed, undecayed = parameter_groups(model, 0.1)
+    with_decay, without_decay = parameter_groups(model, 0.1)
     names = {id(p): name for name, p in model.named_parameters()}
-    exempt = {names[id(p)].rsplit(".", 1)[-1] for p in undecayed["params"]}
+    exempt = {names[id(p)].rsplit(".", 1)[-1] for p in without_decay["params"]}
     assert exempt <= {"weight", "bias", "A_log", "dt_bias", "D"}
-    assert all("norm" in names[id(p)] for p in undecayed["params"] if names[id(p)].endswith("weight"))
+    assert all("norm" in names[id(p)] for p in without_decay["params"] if names[id(p)].endswith("weight"))
     assert {"gated-exact-flow": {"A_log", "dt_bias"}, "mamba2": {"A_log", "dt_bias", "D", "bias"}, "attention": set()}[
         arm
     ] <= exempt
-    assert all("norm" not in names[id(p)] for p in decayed["params"])
-    assert (decayed["weight_decay"], undecayed["weight_decay"]) == (0.1, 0.0)
-    assert len(decayed["params"]) + len(undecayed["params"]) == len(list(model.parameters()))
+    assert all("norm" not in names[id(p)] for p in with_decay["params"])
+    assert (with_decay["weight_decay"], without_decay["weight_decay"]) == (0.1, 0.0)
+    assert len(with_decay["params"]) + len(without_decay["params"]) == len(list(model.parameters()))
 
 
 def test_a_state_present_from_the_start_changes_no_update():

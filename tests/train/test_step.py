@@ -18,7 +18,7 @@ from efla.train.engine import Engine
 from efla.train.optimizer import build_optimizer
 from efla.train.step import num_labels, row_loss, train_step
 
-BORDER = 0
+BOS = 0
 
 
 def small_model() -> EflaForCausalLM:
@@ -29,7 +29,7 @@ def small_model() -> EflaForCausalLM:
 def rows_of_documents() -> Tensor:
     """Four rows of 24 tokens; documents start inside the first and the last."""
     rows = torch.randint(1, 256, (4, 24), generator=torch.Generator().manual_seed(3))
-    rows[0, 5] = rows[0, 9] = rows[3, 2] = BORDER
+    rows[0, 5] = rows[0, 9] = rows[3, 2] = BOS
     return rows
 
 
@@ -37,17 +37,17 @@ def documents_of(rows: Tensor) -> list[Tensor]:
     """Each document of each row on its own."""
     found = []
     for row in rows:
-        starts = [0, *(i for i in range(1, len(row)) if row[i] == BORDER), len(row)]
+        starts = [0, *(i for i in range(1, len(row)) if row[i] == BOS), len(row)]
         found += [row[a:b] for a, b in itertools.pairwise(starts)]
     return found
 
 
-@pytest.mark.parametrize("border", [None, BORDER], ids=["carried", "reset"])
-def test_the_loss_is_the_mean_over_the_labels_of_each_document_alone(border):
+@pytest.mark.parametrize("bos_token", [None, BOS], ids=["carried", "reset"])
+def test_the_loss_is_the_mean_over_the_labels_of_each_document_alone(bos_token):
     """Where the memory is reset, the first token of a document is not predicted and not counted."""
     model, rows = small_model().double(), rows_of_documents()
-    parts = documents_of(rows) if border is not None else list(rows)
-    assert len(parts) == (7 if border is not None else 4)
+    parts = documents_of(rows) if bos_token is not None else list(rows)
+    assert len(parts) == (7 if bos_token is not None else 4)
     with torch.no_grad():
         losses = [
             -model(part[None]).logits[0, :-1].log_softmax(-1).gather(1, part[1:, None]).sum()
@@ -55,8 +55,8 @@ def test_the_loss_is_the_mean_over_the_labels_of_each_document_alone(border):
             if len(part) > 1
         ]
     labels = sum(len(part) - 1 for part in parts)
-    assert num_labels(rows, border) == labels
-    result = train_step(model, build_optimizer(model), [rows[:1], rows[1:]], rate=0.0, border=border)
+    assert num_labels(rows, bos_token) == labels
+    result = train_step(model, build_optimizer(model), [rows[:1], rows[1:]], rate=0.0, bos_token=bos_token)
     assert result.loss == pytest.approx(float(sum(losses)) / labels, rel=1e-9)
 
 
@@ -66,7 +66,7 @@ def test_micro_batches_give_the_gradient_of_the_whole_batch():
     weights = []
     for cut in (4, 2, 1):
         model = small_model().double()
-        result = train_step(model, build_optimizer(model), rows.split(cut), rate=1e-2, border=BORDER)
+        result = train_step(model, build_optimizer(model), rows.split(cut), rate=1e-2, bos_token=BOS)
         weights.append((result, [p.detach().clone() for p in model.parameters()]))
     for result, parameters in weights[1:]:
         assert result.loss == pytest.approx(weights[0][0].loss, rel=1e-12)
@@ -209,7 +209,7 @@ def test_ranks_exchange_gradients_in_the_last_micro_batch_and_average_them():
 def test_rows_and_labels_move_to_the_engines_device(sequence):
     model = Bigram().to("meta")
     engine = Recording(device=torch.device("meta"), sequence=sequence)
-    row_loss(model, torch.ones(3, 8, dtype=torch.long), 21, border=BORDER, engine=engine)
+    row_loss(model, torch.ones(3, 8, dtype=torch.long), 21, bos_token=BOS, engine=engine)
     assert engine.asked == ["float32"]
     (call,) = model.calls
     moved = {name: value.device.type for name, value in call.items() if isinstance(value, Tensor)}

@@ -54,7 +54,8 @@ def train(arguments: list[str]) -> int:
     """Parse ``--recipe`` first, because its values are the defaults of all other options; then train."""
     from rich.console import Console
 
-    from efla.train.loop import MODEL, run
+    from efla.train.loop import run
+    from efla.train.output import MODEL
 
     name = _recipe_name(arguments)
     if "--list-recipes" in arguments:

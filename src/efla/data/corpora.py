@@ -1,26 +1,25 @@
-"""The texts of the CPU protocol as bytes, with their exact splits (spec lm.md 7.1), and one that every Python has.
+"""The byte corpora of the CPU experiments with their fixed splits, and one that comes with every Python.
 
-Bytes are tokens: a vocabulary of 256, byte 0 as bos and document border.
+Tokens are bytes: a vocabulary of 256, where byte 0 starts each document.
 """
 
 from __future__ import annotations
 
 import hashlib
-import lzma
-import os
 import tarfile
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
-from efla.data.streams import TokenStream
+from efla.data.files import data_folder, find_file, named_damage, read_unpacked
+from efla.data.sampling import TokenStream
 from efla.errors import unknown_name
 
-BORDER = 0
+BOS_TOKEN = 0
 VOCABULARY = 256
 
 Bytes = NDArray[np.uint8]
@@ -32,7 +31,7 @@ _NOVELS_SIZES = {"train": 66_115_828, "validation": 4_831_559, "test": 5_239_369
 
 @dataclass(frozen=True)
 class Corpus:
-    """A text in three parts, each bytes [n]. source: where it came from; digest: of all three parts."""
+    """A text in three parts, each bytes [n]. source: the name of its file; digest: of all three parts."""
 
     name: str
     train: Bytes
@@ -61,48 +60,41 @@ def names() -> list[str]:
 
 
 def load(name: str, folder: str | Path | None = None) -> Corpus:
-    """The corpus of that name. Its file is looked for in ``folder`` or the folder in EFLA_DATA, there or in ``corpus``."""
+    """The corpus of that name, read from its file in ``folder`` or EFLA_DATA, there or in the subfolder ``corpus``."""
     if name == "python-docs":
         return _python_docs()
     if name not in _FILES:
         raise unknown_name("corpus", name, names())
-    return _load_file(name, str(find(name, folder)))
+    return _load_file(name, find(name, folder))
 
 
 def find(name: str, folder: str | Path | None = None) -> Path:
-    """The file of a corpus, as it is or unpacked."""
+    """The file of a corpus, packed or not."""
     file = _FILES[name][0]
-    root = folder or os.environ.get("EFLA_DATA")
-    if not root:
+    advice = "set EFLA_DATA to its folder, or use --data-root of efla train or --data of efla reproduce"
+    root = data_folder(folder, "the data folder")
+    if root is None:
         raise FileNotFoundError(
-            f"the corpus {name!r} is read from the file {file}; name its folder with EFLA_DATA, or --data-root "
-            "of efla train, --data of efla reproduce (the corpus python-docs needs no file)"
+            f"the corpus {name!r} is read from the file {file}; {advice} (the corpus python-docs needs no file)"
         )
-    candidates = [Path(root) / sub / kind for kind in (file, file.removesuffix(".xz")) for sub in ("", "corpus")]
-    for candidate in candidates:
-        if candidate.is_file():
-            return candidate
-    raise FileNotFoundError(
-        f"no {file} in {root} (nor in its folder corpus), which the corpus {name!r} is read from; "
-        "name the right folder with EFLA_DATA, or --data-root of efla train, --data of efla reproduce"
-    )
+    found = find_file((root, root / "corpus"), file, file.removesuffix(".xz"))
+    if found is None:
+        raise FileNotFoundError(f"no {file} for the corpus {name!r} in {root} or {root / 'corpus'}; {advice}")
+    return found
 
 
 @cache
-def _load_file(name: str, file: str) -> Corpus:
-    read = _FILES[name][1]
-    try:
-        train, validation, test = read(Path(file))
-    except (lzma.LZMAError, tarfile.TarError, EOFError, UnicodeDecodeError) as error:
-        raise ValueError(f"{file} is damaged ({error}); copy or download it again") from error
-    return Corpus(name, train, validation, test, Path(file).name)
+def _load_file(name: str, file: Path) -> Corpus:
+    with named_damage(file):
+        train, validation, test = _FILES[name][1](file)
+    return Corpus(name, train, validation, test, file.name)
 
 
 @cache
 def _python_docs() -> Corpus:
-    """Python's own language reference, which comes with every interpreter: chapters by name, byte 0 before each.
+    """Python's language reference, part of every interpreter: topics sorted by name, each after a byte 0.
 
-    Nine tenths to train on, a twentieth each for validation and test.
+    The first 90 % are for training, then 5 % each for validation and test.
     """
     from pydoc_data.topics import topics
 
@@ -113,16 +105,8 @@ def _python_docs() -> Corpus:
     return Corpus("python-docs", data[:first], data[first:second], data[second:], "pydoc_data.topics")
 
 
-def _shakespeare(file: Path) -> tuple[Bytes, Bytes, Bytes]:
-    return _cut(file, _unpacked(file), (1_003_854, 55_770, 55_770))
-
-
-def _enwik8(file: Path) -> tuple[Bytes, Bytes, Bytes]:
-    return _cut(file, _unpacked(file), (90_000_000, 5_000_000, 5_000_000))
-
-
 def _novels(file: Path) -> tuple[Bytes, Bytes, Bytes]:
-    """98 books in the order of their file names; without byte-order mark, lines ended by LF, byte 0 before each."""
+    """98 books sorted by file name: no byte-order marks, lines end with LF, byte 0 before each book."""
     with tarfile.open(file) as archive:
         books = {}
         for member in archive:
@@ -147,12 +131,8 @@ def _novels(file: Path) -> tuple[Bytes, Bytes, Bytes]:
     return joined["train"], joined["validation"], joined["test"]
 
 
-def _unpacked(file: Path) -> bytes:
-    data = file.read_bytes()
-    return lzma.decompress(data) if file.suffix == ".xz" else data
-
-
-def _cut(file: Path, data: bytes, sizes: tuple[int, int, int]) -> tuple[Bytes, Bytes, Bytes]:
+def _cut(sizes: tuple[int, int, int], file: Path) -> tuple[Bytes, Bytes, Bytes]:
+    data = read_unpacked(file)
     if len(data) != sum(sizes):
         raise ValueError(f"{file} has {len(data)} bytes of text, expected {sum(sizes)}; this is not the corpus")
     array = np.frombuffer(data, dtype=np.uint8)
@@ -161,7 +141,7 @@ def _cut(file: Path, data: bytes, sizes: tuple[int, int, int]) -> tuple[Bytes, B
 
 
 _FILES: dict[str, tuple[str, Callable[[Path], tuple[Bytes, Bytes, Bytes]]]] = {
-    "shakespeare": ("tinyshakespeare_input.txt", _shakespeare),
+    "shakespeare": ("tinyshakespeare_input.txt", partial(_cut, (1_003_854, 55_770, 55_770))),
     "novels": ("english_novels_98.tar.xz", _novels),
-    "enwik8": ("enwik8.xz", _enwik8),
+    "enwik8": ("enwik8.xz", partial(_cut, (90_000_000, 5_000_000, 5_000_000))),
 }

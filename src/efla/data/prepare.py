@@ -1,7 +1,7 @@
-"""Tokenise text once, in parallel, into shards: resumable, atomic, and the same bytes whatever the number of workers.
+"""Tokenize text into shards, in parallel. Shards are identical for any number of workers, and killed runs resume.
 
 Documents are read in order, sent to workers in pieces, and written in order. A shard is written under a temporary name,
-synced and renamed; then ``progress.json`` says how many documents are safe. A second start skips those.
+synced and renamed; then ``progress.json`` records how many documents are done, and the next start skips those.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from efla.data import hub, readers
+from efla.data.readers import is_hub_name, list_files, read_documents, read_hub
 from efla.data.shards import INDEX, Index, Shard, is_prepared, read_index
 from efla.data.tokenizers import TextTokenizer, load_tokenizer, token_type
-from efla.runs.lock import take
-from efla.runs.rows import write_atomically
+from efla.runs.folder import lock_folder, require_same
+from efla.runs.rows import explain_write, write_atomically
 
 PROGRESS = "progress.json"
 SOURCE_BYTES = "source_bytes"
@@ -65,14 +65,14 @@ class PrepareConfig:
 
 
 class Watcher(Protocol):
-    """Is told how far a preparation is."""
+    """Called with the progress so far."""
 
     def __call__(self, *, documents: int, tokens: int, text_bytes: int) -> None: ...
 
 
 @dataclass
 class _Progress:
-    """What is safely on disk, and the totals so far."""
+    """The shards and documents that are safely on disk."""
 
     documents: int = 0
     dropped: int = 0
@@ -81,7 +81,7 @@ class _Progress:
 
 
 class _Piece(NamedTuple):
-    """Documents of a piece, encoded: ids end to end, and of each document its tokens, bytes and characters dropped."""
+    """Encoded documents: all ids, the bytes of text, and each document's tokens and dropped characters."""
 
     ids: NDArray[Any]
     lengths: list[int]
@@ -90,31 +90,26 @@ class _Piece(NamedTuple):
 
 
 def prepare(config: PrepareConfig, output: Path, *, workers: int = 1, watch: Watcher | None = None) -> Index:
-    """Tokenise the sources into ``output`` and return its index; continues where an earlier call stopped.
+    """Tokenize the sources into ``output`` and return its index; resumes an earlier call.
 
-    A finished folder with the same settings is left as it is; one with others is refused.
+    A finished folder with the same settings is left unchanged; one with other settings is refused.
     """
     settings = json.loads(json.dumps(asdict(config)))
     if is_prepared(output):
         index = read_index(output)
-        with contextlib.suppress(FileNotFoundError):  # what was prepared is enough
+        with contextlib.suppress(FileNotFoundError):  # the sources are no longer needed
             settings[SOURCE_BYTES] = _source_bytes(config)
-        _compare(output, index.settings, settings)
+        _check_settings(output, index.settings, settings)
         return index
     settings[SOURCE_BYTES] = _source_bytes(config)
     tokenizer = load_tokenizer(config.tokenizer)
-    try:
-        output.mkdir(parents=True, exist_ok=True)
-        with take(output):
+    with lock_folder(output):
+        try:
             return _prepare(config, output, settings, tokenizer, workers, watch)
-    except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS, errno.EPERM):
-            raise OSError(
-                error.errno,
-                f"cannot write to {output}: {error.strerror}. Finished shards are safe; make room or choose another "
-                "--output and run the same command again",
-            ) from error
-        raise
+        except OSError as error:
+            if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS, errno.EPERM):
+                raise explain_write(error, output) from error
+            raise
 
 
 def _prepare(
@@ -125,7 +120,7 @@ def _prepare(
     workers: int,
     watch: Watcher | None,
 ) -> Index:
-    """As :func:`prepare`, in a folder that this process holds."""
+    """As :func:`prepare`, in a folder that this process has locked."""
     progress = _read_progress(output, settings)
     for part in _PARTS:
         for leftover in output.glob(f"{part}-*{_UNFINISHED}"):
@@ -158,7 +153,7 @@ class _Writer:
         self.open: dict[str, _OpenShard] = {}
         self.train_tokens = sum(shard.tokens for shard in done.train)
         self.tokens = self.train_tokens + sum(shard.tokens for shard in done.validation)
-        self._note()  # before the first shard, so that one a kill left unnoted is known as ours
+        self._record()  # before the first shard, so that a shard without a record is known to be ours
 
     @property
     def is_full(self) -> bool:
@@ -183,14 +178,14 @@ class _Writer:
                     self.commit()
 
     def commit(self) -> None:
-        """Close the open shards and note how far we are; from here on that much is never done again."""
+        """Close the open shards and record the progress, from which a resumed run starts."""
         for part, shard in self.open.items():
             getattr(self.done, part).append(shard.close())
         self.open = {}
         self.done.documents, self.done.dropped = self.documents, self.dropped
-        self._note()
+        self._record()
 
-    def _note(self) -> None:
+    def _record(self) -> None:
         record = {"settings": self.settings, **asdict(self.done)}
         write_atomically(self.folder / PROGRESS, json.dumps(record).encode())
 
@@ -204,7 +199,7 @@ class _Writer:
         index = Index(
             tokenizer=self.tokenizer.name,
             vocab_size=self.tokenizer.vocab_size,
-            border=self.tokenizer.border,
+            bos_token=self.tokenizer.bos_token,
             settings=self.settings,
             train=tuple(self.done.train),
             validation=tuple(self.done.validation),
@@ -246,21 +241,21 @@ class _OpenShard:
 
 
 def _source_bytes(config: PrepareConfig) -> int:
-    """Size of all local files together, so that sources that changed are noticed."""
-    local = [Path(source) for source in config.sources if not hub.is_hub_name(source)]
-    return sum(file.stat().st_size for file in readers.list_files(local)) if local else 0
+    """Size of all local files together, to detect changed sources."""
+    local = [Path(source) for source in config.sources if not is_hub_name(source)]
+    return sum(file.stat().st_size for file in list_files(local)) if local else 0
 
 
 def _documents(config: PrepareConfig, skip: int) -> Iterator[str]:
     """All documents of all sources in order, without the first ``skip``."""
-    files = {s: readers.list_files([Path(s)]) for s in config.sources if not hub.is_hub_name(s)}  # all there?
+    files = {s: list_files([Path(s)]) for s in config.sources if not is_hub_name(s)}  # fails early if one is missing
     for source in config.sources:
         if source not in files:
-            only = len(config.sources) == 1  # then the hub's own way to skip will do
-            texts = hub.read_documents(source, config.column, skip if only else 0)
+            only = len(config.sources) == 1  # then the hub can skip documents without reading them
+            texts = read_hub(source, config.column, skip if only else 0)
             skip = 0 if only else skip
         else:
-            texts = (text for file in files[source] for text in readers.read_documents(file, config.column))
+            texts = (text for file in files[source] for text in read_documents(file, config.column))
         for text in texts:
             if skip:
                 skip -= 1
@@ -269,7 +264,7 @@ def _documents(config: PrepareConfig, skip: int) -> Iterator[str]:
 
 
 def _encode(documents: Iterable[str], name: str, tokenizer: TextTokenizer, workers: int) -> Iterator[_Piece]:
-    """Pieces in the documents' order, encoded here or by worker processes."""
+    """Encoded pieces in the order of the documents."""
     if workers <= 1:
         for texts in _pieces(documents):
             yield _encode_piece(tokenizer, texts)
@@ -321,7 +316,7 @@ def _encode_in_worker(texts: list[str]) -> _Piece:
 
 
 def _is_held_out(number: int, share: float) -> bool:
-    """Whether a document is for validation, by its number alone: every (1 / share)-th, none of the first few."""
+    """Whether a document is for validation: every (1 / share)-th, by its number."""
     return math.floor((number + 1) * share) > math.floor(number * share)
 
 
@@ -332,23 +327,16 @@ def _read_progress(folder: Path, settings: dict[str, Any]) -> _Progress:
             raise ValueError(f"{folder} holds shards but neither {INDEX} nor {PROGRESS}; choose another --output")
         return _Progress()
     record = json.loads(file.read_text())
-    _compare(folder, record.pop("settings"), settings)
+    _check_settings(folder, record.pop("settings"), settings)
     shards = {part: [Shard(**shard) for shard in record[part]] for part in _PARTS}
     known = {shard.file for part in shards.values() for shard in part}
-    for file in folder.glob("*.bin"):  # renamed, but a kill came before it was noted: it is written again
+    for file in folder.glob("*.bin"):  # renamed but not recorded before a kill: written again
         if file.name not in known:
             file.unlink()
     return _Progress(record["documents"], record["dropped"], shards["train"], shards["validation"])
 
 
-def _compare(folder: Path, there: dict[str, Any], now: dict[str, Any]) -> None:
-    differences = [
-        f"{key}: {there.get(key)} there, {now.get(key)} now"
-        for key in now
-        if there.get(key) != now.get(key) and not (key == SOURCE_BYTES and key not in there)  # folders of old have none
-    ]
-    if differences:
-        raise ValueError(
-            f"{folder} was prepared with other settings or texts ({'; '.join(differences)}); nothing was changed. "
-            "Choose another --output"
-        )
+def _check_settings(folder: Path, there: dict[str, Any], now: dict[str, Any]) -> None:
+    there = {SOURCE_BYTES: now.get(SOURCE_BYTES), **there}  # early folders do not have it
+    known = {key: there.get(key) for key in now}
+    require_same(known, now, f"{folder} was prepared with other settings or texts")

@@ -1,35 +1,86 @@
-"""Which tokens are trained on at which step: a pure function of (seed, step, rank, world), with no state to lose.
+"""Rows of tokens to train on: token streams, and which rows each step takes.
 
-A step takes the rows numbered step * rows to (step + 1) * rows - 1, whatever the number of ranks; each rank takes its
-equal share of them, in order. A row's number and the seed alone say where the row starts:
+The rows of a step are a pure function of (seed, step, rank, world), so there is no sampler state to save. A step takes
+the rows numbered step * rows to (step + 1) * rows - 1 for any number of ranks; each rank takes an equal share, in order.
+The seed and a row's number determine where the row starts:
 
-    uniform    offset = hash(seed, number) mod (tokens - length + 1)               with overlaps, any offset
-    shuffled   offset = length * permutation(seed, pass)[number mod (tokens // length)]    every row once a pass
+    uniform    offset = hash(seed, number) mod (tokens - length + 1)               any offset, rows may overlap
+    shuffled   offset = length * permutation(seed, pass)[number mod (tokens // length)]    every row once per pass
 
-Integer arithmetic only, so that the same rows come out on every machine and with every version of numpy.
+All arithmetic is on integers, so every machine and every version of numpy gives the same rows.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
-
-from efla.data.streams import TokenStream
 
 Order = Literal["uniform", "shuffled"]
 ORDERS: tuple[Order, ...] = ("uniform", "shuffled")
 _ROUNDS = 6
+
+Tokens = NDArray[Any]
+"""One-dimensional and of an unsigned integer type."""
+
+
+class TokenStream:
+    """Arrays of tokens, in memory or mapped from disk, read as one sequence. Only what is read is copied."""
+
+    def __init__(self, *parts: Tokens) -> None:
+        for part in parts:
+            if part.ndim != 1 or part.dtype.kind != "u":
+                raise ValueError(
+                    f"tokens must be one-dimensional and of an unsigned integer type, got {part.ndim} dimensions of {part.dtype}"
+                )
+        self.parts: Sequence[Tokens] = [part for part in parts if len(part)]
+        self.starts = np.cumsum([0, *(len(part) for part in self.parts)])
+
+    def __len__(self) -> int:
+        return int(self.starts[-1])
+
+    def read(self, start: int, stop: int) -> NDArray[np.int64]:
+        """Tokens [start, stop) as int64."""
+        if not 0 <= start <= stop <= len(self):
+            raise IndexError(f"tokens {start} to {stop} of a stream of {len(self)}")
+        out = np.empty(stop - start, dtype=np.int64)
+        place = int(np.searchsorted(self.starts, start, side="right")) - 1
+        filled = 0
+        while filled < len(out):
+            offset = start + filled - int(self.starts[place])
+            piece = self.parts[place][offset : offset + len(out) - filled]
+            out[filled : filled + len(piece)] = piece
+            filled += len(piece)
+            place += 1
+        return out
+
+    def slice(self, start: int, stop: int) -> TokenStream:
+        """The stream of tokens [start, stop), without copying."""
+        parts = []
+        for part, first in zip(self.parts, self.starts, strict=False):
+            low, high = max(start - int(first), 0), min(stop - int(first), len(part))
+            if low < high:
+                parts.append(part[low:high])
+        return TokenStream(*parts)
+
+    def rows(self, offsets: Sequence[int] | NDArray[np.int64], length: int) -> Tensor:
+        """Rows [len(offsets), length] of tokens that start at the given offsets."""
+        out = np.empty((len(offsets), length), dtype=np.int64)
+        for row, offset in zip(out, offsets, strict=True):
+            row[:] = self.read(int(offset), int(offset) + length)
+        return torch.from_numpy(out)
 
 
 @dataclass(frozen=True)
 class RowSampler:
     """The rows of every step: ``RowSampler(stream, length=512, rows=8, seed=42).batch(step, rank, world)``.
 
-    rows: rows of one step over all ranks. order: "uniform" or "shuffled", see the module.
+    rows: rows per step over all ranks. order: see the module.
     """
 
     stream: TokenStream
@@ -53,15 +104,15 @@ class RowSampler:
         """Numbers of the rows that ``rank`` of ``world`` takes at ``step``."""
         if self.rows % world or not 0 <= rank < world:
             raise ValueError(
-                f"{self.rows} rows a step cannot be shared evenly by {world} ranks (rank {rank}); "
-                "choose a number of rows that is a multiple of the number of ranks"
+                f"{self.rows} rows per step cannot be shared evenly by {world} ranks (rank {rank}); "
+                "use a number of rows that is a multiple of the number of ranks"
             )
         share = self.rows // world
         first = step * self.rows + rank * share
         return np.arange(first, first + share, dtype=np.uint64)
 
     def offsets(self, step: int, rank: int = 0, world: int = 1) -> NDArray[np.int64]:
-        """Where those rows start in the stream."""
+        """Where these rows start in the stream."""
         numbers = self.numbers(step, rank, world)
         if self.order == "uniform":
             choices = np.uint64(len(self.stream) - self.length + 1)
@@ -75,15 +126,38 @@ class RowSampler:
         return out * self.length
 
     def batch(self, step: int, rank: int = 0, world: int = 1) -> Tensor:
-        """The rows themselves: [rows / world, length], int64."""
+        """The rows [rows / world, length], int64."""
         return self.stream.rows(self.offsets(step, rank, world), self.length)
 
 
-def permute(numbers: NDArray[np.uint64], count: int, seed: int, number_of_pass: int) -> NDArray[np.uint64]:
-    """A permutation of 0 .. count - 1 at the places asked for, without holding it.
+def consecutive_rows(stream: TokenStream, length: int, rows: int, limit: int | None = None) -> Iterator[Tensor]:
+    """The stream's first ``limit`` tokens (default all) in consecutive rows, in batches [<= rows, length].
 
-    A Feistel network on the smallest even number of bits that covers ``count``; what falls outside is sent through
-    again until it falls inside.
+    The rest at the end is one shorter row, if it has a token to predict.
+    """
+    total = len(stream) if limit is None else min(limit, len(stream))
+    full = total // length
+    for first in range(0, full, rows):
+        yield stream.rows([n * length for n in range(first, min(first + rows, full))], length)
+    if total - full * length >= 2:
+        yield stream.rows([full * length], total - full * length)
+
+
+def document_boundaries(rows: Tensor, bos_token: int) -> Tensor:
+    """The ``cu_seqlens`` [N + 1] of the documents in flattened rows [B, T]: where rows and documents start, and the end.
+
+    A document starts with ``bos_token``.
+    """
+    starts = rows == bos_token
+    starts[:, 0] = True
+    boundaries = starts.flatten().nonzero().flatten()
+    return torch.cat([boundaries, boundaries.new_tensor([rows.numel()])]).to(torch.int32)
+
+
+def permute(numbers: NDArray[np.uint64], count: int, seed: int, number_of_pass: int) -> NDArray[np.uint64]:
+    """The values of a pseudo-random permutation of 0 .. count - 1 at ``numbers``, computed without storing it.
+
+    A Feistel network on the smallest even number of bits that covers ``count``, applied again to values outside it.
     """
     half = np.uint64(max(1, ((count - 1).bit_length() + 1) // 2))
     mask = np.uint64((1 << int(half)) - 1)
@@ -109,7 +183,7 @@ def _hash(numbers: NDArray[np.uint64], *keys: int) -> NDArray[np.uint64]:
 
 
 def _mix(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """The finaliser of splitmix64: every bit of the result depends on every bit of x."""
+    """The finalizer of splitmix64: every bit of the result depends on every bit of x."""
     with np.errstate(over="ignore"):
         x = x + np.uint64(0x9E3779B97F4A7C15)
         x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)

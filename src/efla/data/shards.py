@@ -1,24 +1,24 @@
-"""Prepared tokens on disk: flat files of little-endian ids that are mapped into memory, and an index with checksums.
+"""Prepared tokens on disk: flat files of little-endian ids, mapped into memory, and an index with checksums.
 
-    index.json         what they are: tokenizer, type, border token, and for each shard its tokens, documents and SHA-256
-    train-00000.bin    documents end to end, each led by the border token; a shard ends with a document
+    index.json         tokenizer, vocabulary, and for each shard its number of tokens and documents and its SHA-256
+    train-00000.bin    documents one after another, each starting with the bos token; shards hold whole documents
     validation-00000.bin
 
-A folder is complete when it has ``index.json``, which is written last.
+``index.json`` is written last: a folder that has it is complete.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from efla.data.streams import Tokens, TokenStream
+from efla.data.files import checksum
+from efla.data.sampling import Tokens, TokenStream
 from efla.data.tokenizers import token_type
 
 INDEX = "index.json"
@@ -27,7 +27,7 @@ FORMAT = 1
 
 @dataclass(frozen=True)
 class Shard:
-    """One file: how many tokens and documents it holds, and its SHA-256."""
+    """One file, its number of tokens and documents, and its SHA-256."""
 
     file: str
     tokens: int
@@ -37,15 +37,15 @@ class Shard:
 
 @dataclass(frozen=True)
 class Index:
-    """What a prepared folder holds.
+    """The content of a prepared folder.
 
-    tail: tokens at the end of the training shards that are kept for validation. dropped: characters left out because
-    the tokenizer has no token for them (byte 0 in byte mode).
+    bos_token: the token that starts every document ("border" in the file). tail: tokens at the end of the training
+    shards that are used for validation. dropped: characters without a token (byte 0 in byte mode).
     """
 
     tokenizer: str
     vocab_size: int
-    border: int
+    bos_token: int
     settings: dict[str, Any]
     train: tuple[Shard, ...]
     validation: tuple[Shard, ...]
@@ -60,11 +60,12 @@ class Index:
             }
             for part, shards in (("train", self.train), ("validation", self.validation))
         }
-        return json.dumps({"format": FORMAT, "totals": totals, **asdict(self)}, indent=1) + "\n"
+        fields = {"border" if key == "bos_token" else key: value for key, value in asdict(self).items()}
+        return json.dumps({"format": FORMAT, "totals": totals, **fields}, indent=1) + "\n"
 
     @property
     def digest(self) -> str:
-        """Of all shards' checksums, in order."""
+        """A hash of all shards' checksums, in order."""
         sums = "".join(shard.sha256 for shard in (*self.train, *self.validation))
         return hashlib.sha256(f"{sums}{self.tail}".encode()).hexdigest()[:16]
 
@@ -74,17 +75,16 @@ def is_prepared(folder: Path) -> bool:
 
 
 def read_index(folder: Path) -> Index:
-    """The index of a prepared folder; says what is wrong with one that is not."""
+    """The index of a prepared folder."""
     file = folder / INDEX
     if not file.is_file():
-        raise FileNotFoundError(
-            f"{folder} has no {INDEX}; expected a folder written by efla prepare, which ends with it"
-        )
+        raise FileNotFoundError(f"{folder} has no {INDEX}; expected a folder that efla prepare has finished")
     try:
         record = json.loads(file.read_text())
         if record.pop("format") != FORMAT:
             raise ValueError(f"format is not {FORMAT}")
         record.pop("totals", None)
+        record["bos_token"] = record.pop("border")
         for part in ("train", "validation"):
             record[part] = tuple(Shard(**shard) for shard in record[part])
         return Index(**record)
@@ -92,12 +92,10 @@ def read_index(folder: Path) -> Index:
         raise ValueError(f"{file} is not an index of efla prepare ({error}); prepare the text again") from error
 
 
-def open_shards(
-    folder: Path, *, verify: bool = True, progress: Callable[[str], None] | None = None
-) -> tuple[Index, TokenStream, TokenStream]:
-    """The index, and the training and validation tokens mapped into memory.
+def open_shards(folder: Path, *, verify: bool = True) -> tuple[Index, TokenStream, TokenStream]:
+    """The index, and the training and validation tokens, mapped into memory.
 
-    Sizes are always checked; ``verify`` also reads every byte and compares checksums.
+    File sizes are always checked; ``verify`` also compares checksums.
     """
     index = read_index(folder)
     kind = token_type(index.vocab_size)
@@ -112,27 +110,11 @@ def open_shards(
                 raise ValueError(
                     f"{file} has {size} bytes, expected {shard.tokens * kind.itemsize}; it is damaged, prepare the text again"
                 )
-            if verify:
-                if progress is not None:
-                    progress(shard.file)
-                if checksum(file) != shard.sha256:
-                    raise ValueError(f"{file} does not match its checksum; it is damaged, prepare the text again")
+            if verify and checksum(file) != shard.sha256:
+                raise ValueError(f"{file} does not match its checksum; it is damaged, prepare the text again")
             parts[part].append(np.memmap(file, dtype=kind, mode="r"))
     train, validation = TokenStream(*parts["train"]), TokenStream(*parts["validation"])
     if index.tail:
         cut = len(train) - index.tail
         train, validation = train.slice(0, cut), train.slice(cut, len(train))
     return index, train, validation
-
-
-def checksum(file: Path) -> str:
-    """SHA-256 of a file."""
-    with open(file, "rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest() if hasattr(hashlib, "file_digest") else _sha256(stream)
-
-
-def _sha256(stream: Any) -> str:
-    digest = hashlib.sha256()
-    while piece := stream.read(1 << 20):
-        digest.update(piece)
-    return digest.hexdigest()

@@ -1,40 +1,40 @@
-"""What ``--data`` names, as training and validation tokens: a corpus, a prepared folder, or text that is prepared first."""
+"""Training and validation tokens of what ``--data`` names: a corpus, a prepared folder, or text to prepare first."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from efla.data import corpora, hub
+from efla.data import corpora
 from efla.data.prepare import PrepareConfig, Watcher, prepare
-from efla.data.shards import is_prepared, open_shards, read_index
-from efla.data.streams import TokenStream
+from efla.data.readers import is_hub_name
+from efla.data.sampling import TokenStream
+from efla.data.shards import is_prepared, open_shards
 
 Kind = Literal["corpus", "prepared", "text"]
 
 
 @dataclass(frozen=True)
 class TextData:
-    """Tokens to train on and to validate with. border: the token that starts a document; digest: of all tokens."""
+    """Tokens to train on and to validate with. bos_token: starts every document; digest: a hash of all tokens."""
 
     name: str
     train: TokenStream
     validation: TokenStream
     tokenizer: str
     vocab_size: int
-    border: int
+    bos_token: int
     digest: str
 
 
-def kind_of(data: str) -> Kind:
-    """What a name stands for: one of the corpora, a folder of efla prepare, or text to be prepared."""
+def source_kind(data: str) -> Kind:
+    """Whether a name is a corpus, a folder of efla prepare, or text to be prepared."""
     if data in corpora.names():
         return "corpus"
     if is_prepared(Path(data)):
         return "prepared"
-    if hub.is_hub_name(data) or Path(data).exists():
+    if is_hub_name(data) or Path(data).exists():
         return "text"
     raise FileNotFoundError(
         f"--data {data!r} is neither a corpus ({', '.join(corpora.names())}), a folder of efla prepare, a file or folder of "
@@ -42,37 +42,18 @@ def kind_of(data: str) -> Kind:
     )
 
 
-def prepared_folder(
-    data: str,
-    tokenizer: str,
-    folder: Path,
-    *,
-    max_tokens: int = 0,
-    watch: Watcher | None = None,
-    workers: int = 1,
-) -> Path:
-    """Where the tokens of ``data`` are: itself if it is prepared, else prepared into ``folder`` (once).
-
-    max_tokens: of a data set of the hub no more than this is read; local text is read whole.
-    """
-    if kind_of(data) == "prepared":
-        return Path(data)
-    limit = max_tokens if hub.is_hub_name(data) else 0
+def prepare_source(
+    data: str, tokenizer: str, folder: Path, *, max_tokens: int = 0, watch: Watcher | None = None, workers: int = 1
+) -> None:
+    """Tokenize ``data`` into ``folder``, unless that is done. max_tokens: a limit for data sets of the hub only."""
+    limit = max_tokens if is_hub_name(data) else 0
     config = PrepareConfig(sources=(data,), tokenizer=tokenizer, max_tokens=limit)
     prepare(config, folder, workers=workers, watch=watch)
-    return folder
 
 
-def open_data(
-    data: str,
-    *,
-    root: str | None = None,
-    folder: Path | None = None,
-    verify: bool = True,
-    progress: Callable[[str], None] | None = None,
-) -> TextData:
-    """The tokens of a corpus (its file looked for in ``root``), or of the prepared ``folder`` (default: ``data`` itself)."""
-    if kind_of(data) == "corpus":
+def open_data(data: str, *, root: str | None = None, folder: Path | None = None, verify: bool = True) -> TextData:
+    """The tokens of a corpus, whose file is in ``root``, or of a prepared ``folder`` (default: ``data`` itself)."""
+    if source_kind(data) == "corpus":
         corpus = corpora.load(data, root)
         return TextData(
             name=data,
@@ -80,18 +61,8 @@ def open_data(
             validation=corpus.stream("validation"),
             tokenizer="bytes",
             vocab_size=corpora.VOCABULARY,
-            border=corpora.BORDER,
+            bos_token=corpora.BOS_TOKEN,
             digest=corpus.digest,
         )
-    index, train, validation = open_shards(folder or Path(data), verify=verify, progress=progress)
-    return TextData(data, train, validation, index.tokenizer, index.vocab_size, index.border, index.digest)
-
-
-def vocabulary_of(data: str, tokenizer: str) -> int:
-    """How many different tokens ``data`` has or will have, without reading it."""
-    from efla.data.tokenizers import load_tokenizer
-
-    kind = kind_of(data)
-    if kind == "corpus":
-        return corpora.VOCABULARY
-    return read_index(Path(data)).vocab_size if kind == "prepared" else load_tokenizer(tokenizer).vocab_size
+    index, train, validation = open_shards(folder or Path(data), verify=verify)
+    return TextData(data, train, validation, index.tokenizer, index.vocab_size, index.bos_token, index.digest)

@@ -14,14 +14,14 @@ MISTRAL_PIECES = 32_000
 
 
 class TextTokenizer(Protocol):
-    """Turns documents to ids, each led by ``border``, the token that starts a document and nothing else is."""
+    """Turns documents into ids. Every document starts with ``bos_token``, which occurs nowhere else."""
 
     name: str
     vocab_size: int
-    border: int
+    bos_token: int
 
     def encode(self, texts: Sequence[str]) -> list[NDArray[Any]]:
-        """The ids of each text, border included, in :func:`token_type`."""
+        """The ids of each text, starting with ``bos_token``, as :func:`token_type`."""
 
     def decode(self, ids: list[int]) -> str:
         """The text of some ids."""
@@ -36,7 +36,7 @@ def token_type(vocab_size: int) -> np.dtype[Any]:
 
 
 def load_tokenizer(name: str) -> TextTokenizer:
-    """ "bytes", "mistral" (version 1, as the paper), or a folder, file or hub name that transformers loads."""
+    """Load "bytes", "mistral" (version 1, the paper's), or a folder, file or hub name that transformers loads."""
     if name == "bytes":
         return ByteDocuments()
     if name == "mistral":
@@ -52,7 +52,7 @@ class ByteDocuments:
 
     name = "bytes"
     vocab_size = 256
-    border = 0
+    bos_token = 0
 
     def encode(self, texts: Sequence[str]) -> list[NDArray[Any]]:
         return [np.frombuffer(b"\0" + text.encode("utf-8", "replace").replace(b"\0", b""), np.uint8) for text in texts]
@@ -71,7 +71,7 @@ class MistralTokenizer:
 
     name = "mistral"
     vocab_size = MISTRAL_PIECES
-    border = 1
+    bos_token = 1
 
     def __init__(self) -> None:
         try:
@@ -80,10 +80,10 @@ class MistralTokenizer:
             raise RuntimeError(_MISTRAL_MISSING) from None
         self.model = _mistral_file().read_bytes()
         self.processor: Any = sentencepiece.SentencePieceProcessor(model_proto=self.model)
-        if self.processor.vocab_size() != MISTRAL_PIECES or self.processor.bos_id() != self.border:
+        if self.processor.vocab_size() != MISTRAL_PIECES or self.processor.bos_id() != self.bos_token:
             raise ValueError(
                 f"{_mistral_file()} has {self.processor.vocab_size()} pieces and bos {self.processor.bos_id()}; "
-                f"expected {MISTRAL_PIECES} and {self.border}"
+                f"expected {MISTRAL_PIECES} and {self.bos_token}"
             )
 
     def encode(self, texts: Sequence[str]) -> list[NDArray[Any]]:
@@ -95,10 +95,10 @@ class MistralTokenizer:
         return str(self.processor.decode(ids))
 
     def save(self, folder: Path) -> None:
-        """As transformers reads it: a tokenizer.json whose merges stand in the order of the SentencePiece scores.
+        """Write a tokenizer.json for transformers, with merges in the order of the SentencePiece scores.
 
-        transformers' own conversion of the SentencePiece file takes them in another order, which gives other tokens
-        for runs of spaces.
+        transformers' own conversion of the SentencePiece file uses another order, which gives other tokens for runs
+        of spaces.
         """
         from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, processors
         from transformers import PreTrainedTokenizerFast
@@ -110,7 +110,7 @@ class MistralTokenizer:
             score, is_run = -self.processor.get_score(n), not piece.strip("▁")
             for cut in range(1, len(piece)):
                 left, right = piece[:cut], piece[cut:]
-                # Runs of spaces all have one score, and SentencePiece lets the leftmost run grow first.
+                # All runs of spaces have the same score; SentencePiece extends the leftmost run first.
                 if left in ids and right in ids:
                     merges.append((score, -cut if is_run else 0, ids[left], ids[right], (left, right)))
         bpe = models.BPE(
@@ -126,7 +126,7 @@ class MistralTokenizer:
             [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
         )
         inner.post_processor = processors.TemplateProcessing(
-            single="<s> $A", pair="<s> $A <s> $B", special_tokens=[("<s>", self.border)]
+            single="<s> $A", pair="<s> $A <s> $B", special_tokens=[("<s>", self.bos_token)]
         )
         inner.add_special_tokens([AddedToken(token, normalized=False) for token in ("<unk>", "<s>", "</s>")])
         PreTrainedTokenizerFast(
@@ -137,7 +137,7 @@ class MistralTokenizer:
 class TransformersTokenizer:
     """Any tokenizer of transformers or tokenizers: a folder, a tokenizer.json, or a name on the Hugging Face hub.
 
-    A document starts with its bos, or with its eos where it has no bos.
+    A document starts with the bos token, or with the eos token if there is no bos token.
     """
 
     def __init__(self, name: str) -> None:
@@ -154,21 +154,23 @@ class TransformersTokenizer:
                 f"cannot load the tokenizer {name!r}: {error}. Expected bytes, mistral, a folder or tokenizer.json, "
                 "or a name on the Hugging Face hub"
             ) from error
-        border = self.inner.bos_token_id if self.inner.bos_token_id is not None else self.inner.eos_token_id
-        if border is None:
+        bos_token = self.inner.bos_token_id if self.inner.bos_token_id is not None else self.inner.eos_token_id
+        if bos_token is None:
             vocabulary = self.inner.get_vocab()
-            border = next((vocabulary[t] for t in ("<s>", "<bos>", "<|endoftext|>", "</s>") if t in vocabulary), None)
-        if border is None:
-            raise ValueError(
-                f"the tokenizer {name!r} has neither bos nor eos token to start a document with; add one to it"
+            bos_token = next(
+                (vocabulary[t] for t in ("<s>", "<bos>", "<|endoftext|>", "</s>") if t in vocabulary), None
             )
-        self.border = int(border)
+        if bos_token is None:
+            raise ValueError(
+                f"the tokenizer {name!r} has neither a bos nor an eos token to start documents with; add one to it"
+            )
+        self.bos_token = int(bos_token)
         self.vocab_size = len(self.inner)
 
     def encode(self, texts: Sequence[str]) -> list[NDArray[Any]]:
         kind = token_type(self.vocab_size)
         encoded = self.inner(list(texts), add_special_tokens=False, return_attention_mask=False, verbose=False)
-        return [np.asarray([self.border, *ids], dtype=kind) for ids in encoded["input_ids"]]
+        return [np.asarray([self.bos_token, *ids], dtype=kind) for ids in encoded["input_ids"]]
 
     def decode(self, ids: list[int]) -> str:
         return str(self.inner.decode(ids))
@@ -183,7 +185,7 @@ _MISTRAL_MISSING = (
 
 
 def _mistral_file() -> Path:
-    """The file in the installed package, which is not imported: it would bring in much that is not needed."""
+    """The file in the installed package. The package is not imported, because that loads much more than is needed."""
     found = importlib.util.find_spec("mistral_common")
     for place in (found.submodule_search_locations or []) if found is not None else []:
         file = Path(place) / "data" / "tokenizer.model.v1"

@@ -11,10 +11,10 @@ from typing import Any
 from rich.console import Console
 
 from efla.errors import unknown_name
-from efla.experiments.display import Display, clock
 from efla.experiments.executors import Emit, run_in_processes, run_inline, run_on_ray
 from efla.experiments.experiment import Cell, Event, Experiment
 from efla.runs.folder import RunFolder
+from efla.runs.progress import GridProgress, clock, format_values
 
 EXECUTORS = {"inline": run_inline, "process": run_in_processes, "ray": run_on_ray}
 
@@ -67,16 +67,21 @@ def run(
             console.print(f"{skipped} of {len(cells)} cells are in {output} already", markup=False)
         expected = _expected(experiment, to_do, workers, threads, console) if to_do else None
         failures: list[Event] = []
-        with Display(len(cells), skipped, workers, console, expected) as display:
+        with GridProgress(console, len(cells), already=skipped, workers=workers, expected=expected) as grid:
 
             def emit(event: Event) -> None:
-                if event.kind == "finished":
+                if event.kind == "started":
+                    grid.start(event.cell.id)
+                elif event.kind == "progress":
+                    grid.progress(event.cell.id, event.fraction, event.values)
+                elif event.kind == "finished":
                     assert event.rows is not None
                     folder.append(event.rows)
                     experiment.clean_up(event.cell)
-                elif event.kind == "failed":
+                    grid.finish(event.cell.id, format_values(event.rows[-1].get("show", {})))
+                else:
                     failures.append(event)
-                display.show(event)
+                    grid.fail(event.cell.id, event.message)
 
             try:
                 _execute(executor, experiment, to_do, workers, threads, emit)

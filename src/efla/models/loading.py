@@ -16,9 +16,6 @@ from efla.models import presets
 if TYPE_CHECKING:
     from efla.models.configuration_efla import EflaConfig
 
-if TYPE_CHECKING:
-    from efla.models.configuration_efla import EflaConfig
-
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "tekken.json")
 
 

@@ -1,25 +1,64 @@
-"""A run's output folder: its config, its rows, and a lock so that only one run writes to it."""
+"""Output folders: locked by one process at a time, with the config that their content was made with."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Any
 
-from efla.runs.lock import take
 from efla.runs.records import Record, dumps
-from efla.runs.rows import ROWS, append_rows, parse, repair, write_atomically
+from efla.runs.rows import ROWS, append_rows, explain_write, parse, repair, write_atomically
 
 CONFIG = "config.json"
-_FORMAT = 1
+LOCK = ".lock"
+FORMAT = 1
+
+
+def lock_folder(path: Path) -> IO[bytes]:
+    """Create a folder if needed and lock it. Closing the returned file releases the lock; so does a kill."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        lock = open(path / LOCK, "ab")  # noqa: SIM115  (held until the run ends)
+    except OSError as error:
+        raise explain_write(error, path) from error
+    try:
+        import fcntl
+    except ImportError:  # no such locks on this system
+        return lock
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        lock.close()
+        raise RuntimeError(f"another run is writing to {path}; wait for it or choose another --output") from error
+    return lock
+
+
+def require_same(there: Mapping[str, Any], now: Mapping[str, Any], holds: str) -> None:
+    """Raise an error that names every key whose value differs. holds: what was found, to start the message with."""
+    differences = [
+        f"{key}: {there.get(key)} there, {now.get(key)} now"
+        for key in sorted({*there, *now})
+        if there.get(key) != now.get(key)
+    ]
+    if differences:
+        raise ValueError(
+            f"{holds} ({'; '.join(differences)}); nothing was changed. "
+            "Choose another --output, or use the same options as before"
+        )
+
+
+def write_config(path: Path, config: Record) -> None:
+    """Write a folder's config file."""
+    data = json.dumps(json.loads(dumps(config)), indent=2) + "\n"
+    write_atomically(path / CONFIG, data.encode())
 
 
 class RunFolder:
-    """An output folder held by this process: ``with RunFolder.open(path, name, protocol) as folder``.
+    """A locked folder of rows: ``with RunFolder.open(path, name, protocol) as folder``.
 
-    Opening makes the folder, refuses one whose config differs or that another run holds, and repairs half-written rows.
+    Opening creates the folder, repairs half-written rows, and refuses a folder that has another config or is in use.
     """
 
     def __init__(self, path: Path, lock: IO[bytes], repaired: int) -> None:
@@ -29,21 +68,13 @@ class RunFolder:
 
     @classmethod
     def open(cls, path: Path, experiment: str, protocol: Record) -> RunFolder:
-        try:
-            path.mkdir(parents=True, exist_ok=True)
-            lock = take(path)
-        except OSError as error:
-            raise OSError(
-                error.errno or 0,
-                f"cannot write to the output folder {path}: {error.strerror}; choose another with --output",
-            ) from error
+        lock = lock_folder(path)
         try:
             _check_config(path, experiment, protocol)
-            repaired = repair(path)
+            return cls(path, lock, repair(path))
         except BaseException:
             lock.close()
             raise
-        return cls(path, lock, repaired)
 
     def rows(self) -> list[Record]:
         """The rows of all finished cells."""
@@ -64,11 +95,11 @@ class RunFolder:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._lock.close()  # closing releases the lock; so does a kill
+        self._lock.close()
 
 
 def read_config(path: Path) -> Record:
-    """The config a folder's rows were made with."""
+    """The config that a folder's rows were made with."""
     try:
         config: Any = json.loads((path / CONFIG).read_text())
     except ValueError as error:
@@ -81,24 +112,12 @@ def read_config(path: Path) -> Record:
 
 
 def _check_config(path: Path, experiment: str, protocol: Record) -> None:
-    wanted: Record = json.loads(dumps({"format": _FORMAT, "experiment": experiment, "protocol": protocol}))
     if not (path / CONFIG).exists():
         if (path / ROWS).exists():
-            raise ValueError(
-                f"{path} holds rows but no {CONFIG}, so they cannot be told from others; choose another --output"
-            )
-        write_atomically(path / CONFIG, (json.dumps(wanted, indent=2) + "\n").encode())
+            raise ValueError(f"{path} holds rows but no {CONFIG} that says what they are; choose another --output")
+        write_config(path, {"format": FORMAT, "experiment": experiment, "protocol": protocol})
         return
     found = read_config(path)
-    differences = [] if found.get("format") == _FORMAT else [f"format: {found.get('format')} there, {_FORMAT} now"]
-    if found["experiment"] != experiment:
-        differences.append(f"experiment: {found['experiment']} there, {experiment} now")
-    for key in sorted(set(found["protocol"]) | set(wanted["protocol"])):
-        there, now = found["protocol"].get(key), wanted["protocol"].get(key)
-        if there != now:
-            differences.append(f"{key}: {there} there, {now} now")
-    if differences:
-        raise ValueError(
-            f"{path} holds rows of another config ({'; '.join(differences)}); nothing was changed. "
-            "Choose another --output, or give the options those rows were made with"
-        )
+    there = {"format": found.get("format"), "experiment": found["experiment"], **found["protocol"]}
+    now = {"format": FORMAT, "experiment": experiment, **json.loads(dumps(protocol))}
+    require_same(there, now, f"{path} holds rows of another config")

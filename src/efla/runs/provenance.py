@@ -1,10 +1,14 @@
-"""Where a row comes from: versions, git commit, machine."""
+"""Where a row comes from: versions, git commit, machine, and the memory its work took."""
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
+import gc
 import os
 import platform
 import subprocess
+import sys
 from functools import cache
 from pathlib import Path
 
@@ -15,10 +19,12 @@ import efla
 from efla.runs.records import Record
 from efla.scans.backends import choose_backend
 
+_STATUS, _CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
+
 
 @cache
 def versions() -> dict[str, str]:
-    """Versions of what the numbers depend on."""
+    """Versions of the software that results depend on."""
     return {
         "efla": efla.__version__,
         "torch": torch.__version__,
@@ -29,8 +35,10 @@ def versions() -> dict[str, str]:
 
 @cache
 def git_commit() -> str | None:
-    """The commit of the source tree, with ``+changes`` if it was edited since (``+unknown``: git did not say); ``None``
-    outside a repository, or inside one that is not ours."""
+    """The commit of the source tree, with ``+changes`` if files were edited since (``+unknown`` if git fails).
+
+    ``None`` outside a repository, or inside another project's.
+    """
     folder = Path(__file__).parent
     commit = _git(folder, "rev-parse", "HEAD")
     if commit is None or _git(folder, "ls-files", "--error-unmatch", Path(__file__).name) is None:
@@ -40,7 +48,7 @@ def git_commit() -> str | None:
 
 
 def backend_used(name: str, device: str = "cpu", width: int = 64) -> str:
-    """The backend that runs the scans of a float32 model: the one named, or what "auto" chooses on that device."""
+    """The backend that runs the scans of a float32 model: the one named, or the one "auto" chooses on that device."""
     k = torch.empty(1, 1, 1, width, device=device)
     return choose_backend(name, k, k, torch.float32).name
 
@@ -63,7 +71,7 @@ def _git(folder: Path, *arguments: str) -> str | None:
 
 
 def processor() -> str:
-    """What the processor calls itself."""
+    """The processor's own name for itself."""
     try:
         for line in Path("/proc/cpuinfo").read_text().splitlines():
             if line.startswith("model name"):
@@ -71,3 +79,63 @@ def processor() -> str:
     except OSError:
         pass
     return platform.processor() or platform.machine()
+
+
+class PeakMemory:
+    """How much memory a piece of work needs at its peak: ``memory = PeakMemory("cpu"); work(); memory.growth()``.
+
+    On a CPU (Linux only) it returns free memory to the system, resets the kernel's high-water mark, and measures that
+    mark minus the resident memory at the start. The resolution is a page; memory that libraries reserve is included.
+    On a GPU it asks the allocator.
+    """
+
+    def __init__(self, device: str) -> None:
+        self._cuda = device.startswith("cuda")
+        gc.collect()
+        if self._cuda:
+            torch.cuda.reset_peak_memory_stats(device)
+            self._device = device
+            self._before: int | None = torch.cuda.memory_allocated(device)
+        else:
+            self._before = _resident_after_reset()
+
+    def growth(self) -> int | None:
+        """Bytes, or ``None`` if the system does not report them."""
+        if self._before is None:
+            return None
+        if self._cuda:
+            return torch.cuda.max_memory_allocated(self._device) - self._before
+        peak = _read("VmHWM")
+        return None if peak is None else max(0, peak - self._before)
+
+
+def _resident_after_reset() -> int | None:
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).malloc_trim(0)  # glibc only
+    try:
+        _CLEAR.write_text("5")  # resets VmHWM to VmRSS
+    except OSError:
+        return None
+    return _read("VmRSS")
+
+
+def _read(key: str) -> int | None:
+    try:
+        for line in _STATUS.read_text().splitlines():
+            if line.startswith(key + ":"):
+                return int(line.split()[1]) * 1024
+    except OSError:
+        pass
+    return None
+
+
+def max_memory_gb(device: torch.device) -> float:
+    """Peak memory so far, of the device or of this process; 0 where the system does not report it."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 1e9
+    try:
+        import resource
+    except ImportError:  # not on this system
+        return 0.0
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 1e9

@@ -1,8 +1,7 @@
-"""Rows on disk: JSON lines, a cell's lines appended in one write and synced, a half-written tail repaired.
+"""JSON lines that survive kills and full disks, and the rows of finished cells stored in them.
 
-A cell is finished when its last line, the one with ``"row": "cell"``, is complete and finds as many lines before it as
-it says. Whatever a kill left behind is
-moved to ``rows.damaged.jsonl`` beside the file, never silently dropped, and the cell is run again.
+A cell is finished when its last line, the one with ``"row": "cell"``, is complete and follows as many lines as it
+counts. Other lines are moved to ``rows.damaged.jsonl`` and their cells run again.
 """
 
 from __future__ import annotations
@@ -11,14 +10,58 @@ import contextlib
 import errno
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from efla.runs.records import Record, dumps
 
 ROWS = "rows.jsonl"
 DAMAGED = "rows.damaged.jsonl"
+
+
+class JsonLog:
+    """A file of JSON lines. An append is one write: a kill damages at most its last line, a full disk none.
+
+    encode: turns a value into JSON; the default writes non-finite numbers as strings.
+    """
+
+    def __init__(self, file: Path, encode: Callable[[Any], str] = dumps) -> None:
+        self.file, self._encode = file, encode
+
+    def read(self) -> list[tuple[bytes, Any]]:
+        """Every line with its value, ``None`` for a damaged one; an empty list if there is no file."""
+        return decode_lines(self.file.read_bytes()) if self.file.exists() else []
+
+    def append(self, values: Iterable[Any], *, sync: bool = True) -> None:
+        """Append values in one write, by default synced to disk; if it fails, the file is cut back to its old size."""
+        data = "".join(self._encode(value) + "\n" for value in values).encode()
+        descriptor = os.open(self.file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        try:
+            size = os.fstat(descriptor).st_size
+            try:
+                _write_all(descriptor, data)
+                if sync:
+                    _sync(descriptor)
+            except OSError as error:
+                with contextlib.suppress(OSError):
+                    os.ftruncate(descriptor, size)
+                raise explain_write(error, self.file) from error
+        finally:
+            os.close(descriptor)
+
+    def keep(self, lines: Iterable[bytes]) -> None:
+        """Replace the file's content by these lines, atomically and only if it differs."""
+        data = b"".join(line + b"\n" for line in lines)
+        if not self.file.exists() or self.file.read_bytes() != data:
+            write_atomically(self.file, data)
+
+
+def decode_lines(data: bytes) -> list[tuple[bytes, Any]]:
+    """Lines of JSON with their values; ``None`` for lines that are not JSON and for a last line without its end."""
+    *lines, tail = data.split(b"\n")
+    return [(line, _decode(line)) for line in lines] + ([(tail, None)] if tail else [])
 
 
 @dataclass(frozen=True)
@@ -31,37 +74,33 @@ class Parsed:
 
 
 def parse(data: bytes) -> Parsed:
-    """Tell the lines of finished cells from what an interrupted write left behind."""
-    complete, _, tail = data.rpartition(b"\n")
+    """Separate the lines of finished cells from what an interrupted write left behind."""
     rows: list[Record] = []
     good: list[bytes] = []
     damaged: list[bytes] = []
     pending: list[tuple[bytes, Record]] = []
-    for line in complete.split(b"\n") if complete else []:
-        row = _decode(line)
-        if row is None or (pending and pending[-1][1]["cell"] != row["cell"]):
+    for line, row in decode_lines(data):
+        is_row = isinstance(row, dict) and isinstance(row.get("cell"), str)
+        if not is_row or (pending and pending[-1][1]["cell"] != row["cell"]):
             damaged += [item[0] for item in pending]
             pending = []
-        if row is None:
+        if not is_row:
             damaged.append(line)
             continue
         pending.append((line, row))
         if row.get("row") == "cell":
-            if row.get("rows", len(pending)) != len(pending):  # a line of this cell was lost: it is not finished
+            if row.get("rows", len(pending)) == len(pending):
+                good += [item[0] for item in pending]
+                rows += [item[1] for item in pending]
+            else:  # a line of this cell was lost, so it is not finished
                 damaged += [item[0] for item in pending]
-                pending = []
-                continue
-            good += [item[0] for item in pending]
-            rows += [item[1] for item in pending]
             pending = []
     damaged += [item[0] for item in pending]
-    if tail:
-        damaged.append(tail)
     return Parsed(rows, good, [line for line in damaged if line.strip()])
 
 
 def read_rows(path: Path) -> list[Record]:
-    """The rows of all finished cells of a file or of a run folder; an unfinished cell's lines are left out."""
+    """The rows of all finished cells of a file or a run folder."""
     file = path / ROWS if path.is_dir() else path
     if not file.exists():
         raise FileNotFoundError(f"no rows at {file}; expected the output folder of `efla reproduce` or a .jsonl file")
@@ -69,43 +108,28 @@ def read_rows(path: Path) -> list[Record]:
 
 
 def repair(folder: Path) -> int:
-    """Move lines of unfinished cells to ``rows.damaged.jsonl`` and rewrite the file atomically; returns their number."""
+    """Move lines of unfinished cells to ``rows.damaged.jsonl``; returns their number."""
     file = folder / ROWS
     if not file.exists():
         return 0
-    data = file.read_bytes()
-    parsed = parse(data)
-    if not parsed.damaged_lines and (not data or data.endswith(b"\n")):
-        return 0
-    with open(folder / DAMAGED, "ab") as damaged:
-        damaged.write(b"".join(line + b"\n" for line in parsed.damaged_lines))
-        damaged.flush()
-        os.fsync(damaged.fileno())
-    write_atomically(file, b"".join(line + b"\n" for line in parsed.good_lines))
+    parsed = parse(file.read_bytes())
+    if parsed.damaged_lines:
+        with open(folder / DAMAGED, "ab") as damaged:
+            damaged.write(b"".join(line + b"\n" for line in parsed.damaged_lines))
+            damaged.flush()
+            os.fsync(damaged.fileno())
+    JsonLog(file).keep(parsed.good_lines)
     return len(parsed.damaged_lines)
 
 
 def append_rows(folder: Path, rows: Sequence[Record]) -> None:
-    """Append one cell's rows in a single write and sync; on a full disk the file is cut back to what it was."""
+    """Append one cell's rows in a single synced write."""
     assert rows and rows[-1].get("row") == "cell", "a cell's last row marks it as finished"
-    data = "".join(dumps(row) + "\n" for row in rows).encode()
-    file = folder / ROWS
-    descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-    try:
-        size = os.fstat(descriptor).st_size
-        try:
-            _write_all(descriptor, data)
-            _sync(descriptor)
-        except OSError as error:
-            with contextlib.suppress(OSError):
-                os.ftruncate(descriptor, size)
-            raise _explain(error, file, str(rows[-1].get("cell"))) from error
-    finally:
-        os.close(descriptor)
+    JsonLog(folder / ROWS).append(rows)
 
 
 def write_atomically(file: Path, data: bytes) -> None:
-    """Replace a file so that a reader, or a kill, sees the old content or the new, nothing in between."""
+    """Replace a file so that readers see the old or the new content, never a mix, even after a kill."""
     temporary = file.with_name(f".{file.name}.{os.getpid()}.tmp")
     try:
         with open(temporary, "wb") as stream:
@@ -118,12 +142,22 @@ def write_atomically(file: Path, data: bytes) -> None:
         raise
 
 
-def _decode(line: bytes) -> Record | None:
+def explain_write(error: OSError, path: Path) -> OSError:
+    """The same error with the path, the reason and what to do."""
+    is_full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+    reason = "the disk is full" if is_full else (error.strerror or str(error))
+    advice = "Make room" if is_full else "Choose another --output"
+    return OSError(
+        error.errno or 0,
+        f"cannot write to {path}: {reason}. {advice} and run the same command again; finished work is safe",
+    )
+
+
+def _decode(line: bytes) -> Any:
     try:
-        row = json.loads(line)
+        return json.loads(line)
     except ValueError:
         return None
-    return row if isinstance(row, dict) and isinstance(row.get("cell"), str) else None
 
 
 def _write_all(descriptor: int, data: bytes) -> None:
@@ -136,15 +170,5 @@ def _sync(descriptor: int) -> None:
     try:
         os.fsync(descriptor)
     except OSError as error:
-        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # a device or a pipe cannot be synced; that is no failure
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # devices and pipes cannot be synced
             raise
-
-
-def _explain(error: OSError, file: Path, cell: str) -> OSError:
-    full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-    reason = "the disk is full" if full else (error.strerror or str(error))
-    return OSError(
-        error.errno or 0,
-        f"cannot write the rows of cell '{cell}' to {file}: {reason}. Finished cells are safe; free some space "
-        "and run the same command again, it does the rest",
-    )

@@ -1,1 +1,1 @@
-"""Training: a typed config, a loop that loses no work, PyTorch's own distributed engine, and named recipes."""
+"""Training: a typed config, a loop whose runs resume bit-identically, distributed engines, and named recipes."""

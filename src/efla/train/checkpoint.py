@@ -1,12 +1,12 @@
-"""Checkpoints that a run goes on from: sharded by PyTorch's distributed checkpoint, as safetensors, atomic, verified.
+"""Checkpoints that runs resume from: PyTorch's distributed checkpoints, as safetensors, atomic and verified.
 
     checkpoints/step-00000100/
-        shard-00001-...safetensors    weights and AdamW's averages, each rank its shard; read by any number of ranks
+        shard-00001-...safetensors    weights and AdamW's averages, a shard per rank; any number of ranks can load them
         rank-00000.json               random states of a rank
-        state.json                    step, counters, the config
+        state.json                    step, counters, resume key
         manifest.json                 size and SHA-256 of every other file, written last
 
-A checkpoint is written under a temporary name and renamed when it is whole: a kill leaves the one before usable.
+A checkpoint is written under a temporary name and renamed when it is complete, so a kill never damages one.
 """
 
 from __future__ import annotations
@@ -33,11 +33,10 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import async_save, save
 from torch.distributed.tensor import DTensor
 
-from efla.data.shards import checksum
+from efla.data.files import checksum
 from efla.runs.records import Record
-from efla.runs.rows import write_atomically
+from efla.runs.rows import explain_write, write_atomically
 from efla.train.engine import Engine, unwrap
-from efla.train.output import explain_write
 
 STATE, MANIFEST = "state.json", "manifest.json"
 _AVERAGES = ("exp_avg", "exp_avg_sq")
@@ -51,15 +50,15 @@ class Checkpoints:
         self.folder, self.engine, self.keep, self.keep_every = folder, engine, keep, keep_every
         self._writing: threading.Thread | None = None
         self._failure: BaseException | None = None
-        # A group of its own: an asynchronous save talks to the other ranks while training does too.
+        # A separate group, because an asynchronous save communicates at the same time as training.
         self._group = dist.new_group(backend="gloo") if engine.is_distributed else None
 
     def saved(self) -> list[Path]:
-        """Whole checkpoints, oldest first."""
+        """Complete checkpoints, oldest first."""
         return sorted(path for path in self.folder.glob("step-*") if path.is_dir())
 
     def latest(self) -> Path | None:
-        """The newest whole checkpoint; what an interrupted save left behind is cleared away."""
+        """The newest complete checkpoint; the remains of an interrupted save are removed."""
         if self.engine.is_main:
             for leftover in self.folder.glob(".step-*.tmp"):
                 shutil.rmtree(leftover)
@@ -70,7 +69,7 @@ class Checkpoints:
     def save(
         self, step: int, model: nn.Module, optimizer: torch.optim.Optimizer, state: Record, *, wait: bool = True
     ) -> None:
-        """Save; with ``wait=False`` only copy the tensors now and write them while training goes on."""
+        """Save; with ``wait=False`` copy the tensors now and write them in the background."""
         self.wait()
         final = self.folder / f"step-{step:08d}"
         temporary = self.folder / f".step-{step:08d}.tmp"
@@ -98,7 +97,7 @@ class Checkpoints:
         self._writing.start()
 
     def wait(self) -> None:
-        """Until an asynchronous save is whole; raises what went wrong in it."""
+        """Wait for an asynchronous save to complete; raises its error if it failed."""
         if self._writing is not None:
             self._writing.join()
             self._writing = None
@@ -108,11 +107,11 @@ class Checkpoints:
             self.engine.barrier()
 
     def load(self, path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> Record:
-        """Read a checkpoint, written by any number of ranks, into the model and its optimizer; returns its state."""
+        """Load a checkpoint, written by any number of ranks, into the model and its optimizer; returns its state."""
         problem = self.engine.from_main(verify(path) if self.engine.is_main else None)
         if problem is not None:
             raise ValueError(
-                f"the checkpoint {path} is damaged: {problem}. Remove that folder to go on from the one before it"
+                f"the checkpoint {path} is damaged: {problem}. Remove that folder to resume from the one before it"
             )
         state: Record = json.loads((path / STATE).read_text())
         tensors = state_tensors(model, optimizer)
@@ -139,7 +138,7 @@ class Checkpoints:
             self._failure = error
 
     def _finish(self, temporary: Path, final: Path, record: Record) -> None:
-        """The main rank's part, when every rank has written its shard: state, checksums, the rename, and the policy."""
+        """After every rank has written its shard, on the main rank: write the manifest, rename, remove old checkpoints."""
         if not self.engine.is_main:
             return
         write_atomically(temporary / STATE, (json.dumps(record) + "\n").encode())
@@ -149,7 +148,7 @@ class Checkpoints:
         for name in files:
             _sync(temporary / name)
         write_atomically(temporary / MANIFEST, (json.dumps(files, indent=1) + "\n").encode())
-        if final.exists() and verify(final) is None:  # the same step again, after an interruption: it is the same
+        if final.exists() and verify(final) is None:  # the same step, saved before an interruption
             shutil.rmtree(temporary)
         else:
             shutil.rmtree(final, ignore_errors=True)
@@ -179,7 +178,7 @@ def verify(path: Path) -> str | None:
 
 
 def state_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """Weights and AdamW's averages by name; the tensors themselves, sharded where the model is."""
+    """Weights and AdamW's averages by name, not copied, sharded if the model is."""
     tensors: dict[str, Tensor] = {}
     for name, p in unwrap(model).named_parameters():
         tensors[f"model.{name}"] = p.detach()
@@ -189,7 +188,7 @@ def state_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[st
 
 
 def _cut_into_files(tensors: dict[str, Tensor]) -> dict[str, int]:
-    """The number of the file that each tensor goes to, from 1: a file is put together in memory before it is written."""
+    """The number of the file, from 1, for each tensor. Files are limited in size because they are assembled in memory."""
     number, filled = 1, 0
     files = {}
     for name, tensor in tensors.items():
@@ -203,7 +202,7 @@ def _cut_into_files(tensors: dict[str, Tensor]) -> dict[str, int]:
 
 def _write(tensors: dict[str, Tensor], writer: Any, group: dist.ProcessGroup | None) -> Any:
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # we know: one process
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # one process
         return save(tensors, storage_writer=writer, process_group=group, no_dist=group is None)
 
 

@@ -1,10 +1,11 @@
-"""Everything that makes a run, as typed data: what is trained, on what, how, on which machines, and what is watched."""
+"""The config of a run as typed data: the model, the data, the optimizer, the machines, and what is saved and shown."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from efla.data.sampling import Order
@@ -12,137 +13,136 @@ from efla.errors import unknown_name
 from efla.models import presets
 from efla.runs.records import Record, to_record
 from efla.train.engine import Strategy
-from efla.train.schedule import WarmupCosine
+from efla.train.optimizer import WarmupCosine
 
 if TYPE_CHECKING:
     from efla.models.configuration_efla import EflaConfig
 
 _MAY_CHANGE = {"may_change": True}
-"""Metadata of what may differ when a run is continued: where and how it is run and watched, not what is computed."""
+"""Metadata of fields that may differ when a run resumes: they do not change what is computed."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelOptions:
-    """What is trained."""
+    """The model to train."""
 
     model: str = "efla-tiny"
-    """A preset (efla.presets.names()), an arm of the CPU protocol with its size (exact-flow:full), or a model folder
+    """A preset (efla.presets.names()), an arm of the CPU experiments with its size (exact-flow:full), or a model folder
     whose weights training starts from."""
     set: tuple[str, ...] = ()
-    """Fields of the model's configuration to replace, as name=value: --set hidden_size=256 conv_init=normal."""
+    """Fields of the model's config to replace, as name=value: --set hidden_size=256 conv_init=normal."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class DataOptions:
-    """What it is trained on."""
+    """The text to train on."""
 
     data: str = "python-docs"
     """A corpus (python-docs, shakespeare, novels, enwik8), a folder of efla prepare, a file or folder of text, or
-    hf:owner/name; the last three are prepared into the output folder first (of a hub's data set as many tokens as the
-    run takes)."""
+    hf:owner/name. Text is tokenized into the output folder first; of a hub's data set, as many tokens as the run needs."""
     data_root: str | None = field(default=None, metadata=_MAY_CHANGE)
-    """Folder with the files of the corpora; default the one in EFLA_DATA."""
+    """Folder with the files of the corpora; default: EFLA_DATA."""
     tokenizer: str = "bytes"
-    """For text that is not prepared yet: bytes, mistral, or a tokenizer that transformers loads."""
+    """For text that is not prepared: bytes, mistral, or a tokenizer that transformers loads."""
     length: int = 256
-    """Tokens of a row."""
+    """Tokens per row."""
     rows: int = 8
-    """Rows of a step over all devices: the global batch is rows * length tokens, whatever the number of devices."""
+    """Rows per step over all devices: the global batch is rows * length tokens for any number of devices."""
     order: Order = "uniform"
-    """uniform: rows start anywhere; shuffled: the text is cut into rows, each taken once a pass."""
+    """uniform: rows start anywhere; shuffled: the text is cut into rows, each used once per pass."""
     documents: Literal["carry", "reset"] = "carry"
-    """Whether the memory is carried over the border of documents in a row, or reset there."""
+    """Whether the memory is carried over the boundary between documents in a row, or reset there."""
     verify_data: bool = field(default=True, metadata=_MAY_CHANGE)
-    """Compare the checksums of prepared shards before training."""
+    """Check the checksums of prepared shards before training."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerOptions:
-    """How it is trained: AdamW, warm-up and cosine."""
+    """AdamW, with linear warm-up and a cosine schedule."""
 
     steps: int = 500
     """Optimizer steps."""
     peak_rate: float = 2e-3
-    """Largest learning rate, at the end of the warm-up."""
+    """Peak learning rate, at the end of the warm-up."""
     start_rate: float = 2e-4
-    """Where the warm-up starts."""
+    """Learning rate at the start of the warm-up."""
     final_rate: float = 2e-4
-    """Where the cosine ends."""
+    """Learning rate at the end of the cosine."""
     warmup_steps: int | None = None
-    """Steps from the first to the largest rate; default a tenth of the steps."""
+    """Steps of the warm-up; default: a tenth of the steps."""
     betas: tuple[float, float] = (0.9, 0.95)
-    """AdamW's averages."""
+    """AdamW's betas."""
     eps: float = 1e-8
     """AdamW's epsilon."""
     weight_decay: float = 0.1
-    """Decay of matrices; one-dimensional parameters are never decayed."""
+    """Weight decay of matrices; one-dimensional parameters have none."""
     clip: float = 1.0
-    """Largest global norm of the gradient."""
+    """Gradients are clipped to this global norm."""
     seed: int = 42
     """Seed of the weights and of the order of rows."""
     precision: Literal["float32", "bfloat16"] = "float32"
     """bfloat16: linear maps under autocast; weights, norms, scan coefficients and states stay in float32."""
     nonfinite: Literal["skip", "stop"] = "skip"
-    """What to do about a loss or norm that is not finite: skip the step and count it, or stop the run."""
+    """If the loss or the gradient norm is not finite: skip the step and count it, or stop the run."""
     max_skipped: int = 20
-    """Stop after so many skipped steps in all."""
+    """Stop after more than this many skipped steps."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class MachineOptions:
-    """Where it is trained; may change when a run is continued."""
+    """Devices and parallelism; may change when a run resumes."""
 
     device: str = "auto"
     """auto, cpu or cuda."""
     strategy: Strategy = "auto"
-    """Under torchrun: ddp (auto), fsdp (sharded weights), hsdp (sharded in groups of --shard-size, replicated over them)."""
+    """Under torchrun: ddp (auto), fsdp (sharded weights), hsdp (sharded in groups of --shard-size, replicated across groups)."""
     shard_size: int | None = None
     """For hsdp: ranks that share one copy of the weights."""
     sequence_parallel: int = 1
     """Ranks over which each row is split."""
     micro_rows: int | None = None
-    """Rows of one forward pass on a device; more are accumulated. Default: all that the device has."""
+    """Rows per forward pass on a device; gradients of the others are accumulated. Default: all rows of the device."""
     gradient_checkpointing: bool = False
-    """Keep only each block's input for the backward pass and compute the rest again."""
+    """Keep only each block's input for the backward pass and recompute the rest."""
     compile: bool = False
     """torch.compile every block."""
     threads: int | None = None
-    """CPU threads; default torch's own number."""
+    """CPU threads; default: torch's."""
     timeout_minutes: float = 30.0
-    """How long a rank waits for another."""
+    """How long ranks wait for each other."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class WatchOptions:
-    """What is saved and shown; may change when a run is continued."""
+    """What is saved and shown; may change when a run resumes."""
 
     save_every: int = 100
     """Steps between checkpoints (0: at the end only)."""
     keep: int = 2
-    """Newest checkpoints to keep."""
+    """Number of newest checkpoints to keep."""
     keep_every: int = 0
-    """Also keep every checkpoint whose step is a multiple of this (0: none)."""
+    """Also keep checkpoints whose step is a multiple of this (0: none)."""
     async_save: bool = False
-    """Write checkpoints while training goes on."""
+    """Write checkpoints in the background."""
     validate_every: int = 100
     """Steps between validations (0: at the end only)."""
     validation_tokens: int = 32_768
-    """Tokens of the validation text that are used (0: all)."""
+    """Tokens of the validation text to use (0: all)."""
     sample_every: int = 0
     """Steps between samples (0: at the end only)."""
     sample_prompt: str = "The "
-    """What samples continue."""
+    """Prompt of the samples."""
     sample_tokens: int = 120
-    """Length of a sample (0: none)."""
+    """Tokens per sample (0: no samples)."""
     tensorboard: bool = False
-    """Also write TensorBoard's event files."""
+    """Also write TensorBoard event files."""
     stop_after: int | None = None
-    """Save and stop after so many steps in all, before the schedule's end."""
+    """Save and stop after this many steps in total, before the end of the schedule."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig:
-    """A run. Recipes are functions that return one; the command line replaces fields of it."""
+    """The config of a run. Recipes are functions that return one; the command line replaces fields."""
 
     model: ModelOptions = ModelOptions()
     data: DataOptions = DataOptions()
@@ -152,24 +152,20 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         self.schedule()
-        positive = {
-            "rows": self.data.rows,
-            "length": self.data.length - 1,
-            "clip": self.optimizer.clip,
-            "keep": self.watch.keep,
-        }
-        for name, value in positive.items():
-            if value <= 0:
-                raise ValueError(f"{name} is too small: {value + (name == 'length')}")
-        not_negative = (
+        minimums = {"rows": (self.data.rows, 1), "length": (self.data.length, 2), "keep": (self.watch.keep, 1)}
+        for name, (value, minimum) in minimums.items():
+            if value < minimum:
+                raise ValueError(f"{name} is too small: {value}; the minimum is {minimum}")
+        if self.optimizer.clip <= 0:
+            raise ValueError(f"clip must be positive, got {self.optimizer.clip}")
+        for name in (
             "save_every",
             "keep_every",
             "validate_every",
             "validation_tokens",
             "sample_every",
             "sample_tokens",
-        )
-        for name in not_negative:
+        ):
             if getattr(self.watch, name) < 0:
                 raise ValueError(f"{name} must not be negative, got {getattr(self.watch, name)}")
         if self.machine.sequence_parallel > 1:
@@ -183,13 +179,13 @@ class TrainConfig:
                 )
 
     def schedule(self) -> WarmupCosine:
-        """The rate of every step."""
+        """The learning-rate schedule."""
         o = self.optimizer
         warmup_steps = o.steps // 10 if o.warmup_steps is None else o.warmup_steps
         if warmup_steps > o.steps > 0:
             raise ValueError(
-                f"--steps {o.steps} is less than the {warmup_steps} of the warm-up; give --warmup-steps too, or use --stop-after "
-                "to do only the first steps of the whole schedule"
+                f"--steps {o.steps} is less than the {warmup_steps} warm-up steps; set --warmup-steps too, or use --stop-after "
+                "to run only the first steps of the schedule"
             )
         return WarmupCosine(
             steps=o.steps, warmup_steps=warmup_steps, peak=o.peak_rate, start=o.start_rate, final=o.final_rate
@@ -204,29 +200,29 @@ class TrainConfig:
         return self.optimizer.steps * self.tokens_per_step
 
     def micro_rows(self, data_world: int) -> int:
-        """Rows of one forward pass, where ``data_world`` ranks hold different rows."""
+        """Rows per forward pass if ``data_world`` ranks hold different rows."""
         if self.data.rows % data_world:
             raise ValueError(
-                f"{self.data.rows} rows a step do not divide over {data_world} ranks; choose --rows as a multiple"
+                f"{self.data.rows} rows per step do not divide over {data_world} ranks; choose --rows as a multiple"
             )
         share = self.data.rows // data_world
         micro = self.machine.micro_rows or share
         if micro < 1 or share % micro:
             raise ValueError(
-                f"each rank has {share} rows of a step, which --micro-rows {micro} does not divide; choose a divisor"
+                f"--micro-rows {micro} does not divide the {share} rows per step of a rank; choose a divisor"
             )
         return micro
 
     def model_config(self) -> EflaConfig:
-        """The model's configuration, with the fields of ``--set`` replaced."""
+        """The model's config, with the fields of ``--set`` replaced."""
         return resolve_model(self.model.model, parse_fields(self.model.set))
 
     def record(self) -> Record:
         """The whole config as JSON values."""
         return to_record(self)
 
-    def fixed(self) -> Record:
-        """The part that must be the same when a run is continued, by field."""
+    def resume_key(self) -> Record:
+        """The fields that must be the same when a run resumes ("fixed" in files)."""
         found: Record = {}
         for section in dataclasses.fields(self):
             if not section.metadata.get("may_change"):
@@ -238,9 +234,7 @@ class TrainConfig:
 
 
 def resolve_model(name: str, fields: dict[str, Any]) -> EflaConfig:
-    """The configuration of a preset, of an arm with its profile (``exact-flow:full``), or of a model folder."""
-    from pathlib import Path
-
+    """The config of a preset, of an arm with its profile (``exact-flow:full``), or of a model folder."""
     if name in presets.names():
         return presets.get(name, **fields)
     arm, _, profile = name.partition(":")
@@ -249,14 +243,14 @@ def resolve_model(name: str, fields: dict[str, Any]) -> EflaConfig:
     if (Path(name) / "config.json").is_file():
         from efla.models.loading import load_config
 
-        values = load_config(name).to_dict()
-        return type(load_config(name)).from_dict({**values, **fields})
+        config = load_config(name)
+        return type(config).from_dict({**config.to_dict(), **fields})
     arms = [f"{arm}:{profile}" for arm in presets.arms() for profile in ("quick", "full")]
     raise unknown_name("model", name, [*presets.names(), *arms])
 
 
 def parse_fields(pairs: tuple[str, ...]) -> dict[str, Any]:
-    """``name=value`` pairs; a value is JSON where it can be, else text."""
+    """Parse ``name=value`` pairs; a value is JSON if possible, else text."""
     fields: dict[str, Any] = {}
     for pair in pairs:
         name, equals, value = pair.partition("=")

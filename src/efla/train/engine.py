@@ -1,6 +1,6 @@
-"""The only file that knows the distributed engine: PyTorch's process groups, DDP, FSDP2 and meshes.
+"""Distributed training: PyTorch's process groups, DDP, FSDP2 and meshes. No other module of training uses them.
 
-One process without torchrun; under torchrun one per device, over gloo on CPUs and NCCL on GPUs.
+Without torchrun there is one process; under torchrun there is one per device, with gloo on CPUs and NCCL on GPUs.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ STRATEGIES: tuple[Strategy, ...] = ("auto", "single", "ddp", "fsdp", "hsdp")
 
 @dataclass(frozen=True)
 class Engine:
-    """This process's place among the ranks, and what ranks do together.
+    """This process's rank, and what ranks do together.
 
-    world ranks hold ``data_world`` different batches; each batch's rows are split over ``sequence_world`` ranks.
+    The ``world`` ranks hold ``data_world`` different sets of rows; each row is split over ``sequence_world`` ranks.
     """
 
     device: torch.device
@@ -58,7 +58,7 @@ class Engine:
     ) -> Engine:
         """Join the process group that torchrun describes in the environment, if there is one.
 
-        strategy: auto is ddp under torchrun. shard_size: for hsdp, ranks that share one copy of the weights.
+        strategy: "auto" is ddp under torchrun. shard_size: for hsdp, ranks that share one copy of the weights.
         sequence_parallel: ranks over which each row is split.
         """
         world = int(os.environ.get("WORLD_SIZE", "1"))
@@ -106,7 +106,7 @@ class Engine:
         return dist.is_available() and dist.is_initialized() and self.strategy != "single"
 
     def wrap(self, model: nn.Module, *, compile_blocks: bool = False) -> nn.Module:
-        """The model as the ranks train it: on its device, split over the sequence, compiled, replicated or sharded."""
+        """Move the model to its device, split, compile, replicate or shard it, as the engine is configured."""
         blocks = list(cast(Any, model).model.layers)
         if self.sequence is not None:
             split_sequence(model, self.sequence)
@@ -125,7 +125,7 @@ class Engine:
         return model
 
     def accumulating(self, model: nn.Module, *, is_last: bool) -> AbstractContextManager[Any]:
-        """Gradients are exchanged in the last micro-batch only."""
+        """A context in which gradients are exchanged only for the last micro-batch."""
         if isinstance(model, DistributedDataParallel):
             return nullcontext() if is_last else model.no_sync()
         if isinstance(model, FSDPModule):
@@ -133,10 +133,10 @@ class Engine:
         return nullcontext()
 
     def autocast(self, precision: str) -> AbstractContextManager[Any]:
-        """bfloat16 linear maps; weights, norms' statistics, scan coefficients and states stay in float32."""
+        """Autocast of linear maps to bfloat16; weights, norms, scan coefficients and states stay in float32."""
         return torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=precision == "bfloat16")
 
-    def sum(self, values: Sequence[float]) -> list[float]:
+    def all_reduce_sum(self, values: Sequence[float]) -> list[float]:
         """Each value summed over all ranks, in float64."""
         if not self.is_distributed:
             return list(values)
@@ -145,11 +145,11 @@ class Engine:
         dist.all_reduce(tensor)
         return cast("list[float]", tensor.tolist())
 
-    def count(self, number: int) -> int:
-        """A count per batch summed over the ranks that hold different batches."""
+    def count_labels(self, number: int) -> int:
+        """The sum of a count of labels over the ranks that hold different rows."""
         if self.data_world == 1:
             return number
-        return round(self.sum([float(number)])[0] / self.sequence_world)
+        return round(self.all_reduce_sum([float(number)])[0] / self.sequence_world)
 
     def sequence_part(self, rows: Tensor) -> Tensor:
         """This rank's part [B, T / ranks] of rows [B, T]."""
@@ -174,7 +174,7 @@ class Engine:
 
     @contextmanager
     def whole_sequences(self) -> Iterator[None]:
-        """Rows are not split inside: for generating, where every rank does the same."""
+        """A context in which rows are not split, for generation, where every rank does the same."""
         if self.sequence is None:
             yield
             return
@@ -183,7 +183,7 @@ class Engine:
 
 
 def unwrap(model: nn.Module) -> nn.Module:
-    """The model under DDP's wrapper, its weights sharded again where FSDP2 left them whole after a forward pass."""
+    """The model inside DDP's wrapper, with weights resharded that FSDP2 left unsharded after a forward pass."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
@@ -191,11 +191,11 @@ def unwrap(model: nn.Module) -> nn.Module:
 
 
 def check_layout(strategy: str, world: int, shard_size: int | None, sequence_parallel: int) -> None:
-    """Refuse a layout that does not fit the number of ranks."""
+    """Raise an error if the layout does not fit the number of ranks."""
     if strategy not in STRATEGIES:
         raise ValueError(f"strategy must be one of {', '.join(STRATEGIES)}, got {strategy!r}")
     if strategy == "single" and world > 1:
-        raise ValueError(f"strategy 'single' is one process, torchrun started {world}; use ddp, fsdp or hsdp")
+        raise ValueError(f"strategy 'single' is for one process, but torchrun started {world}; use ddp, fsdp or hsdp")
     if strategy == "hsdp" and (shard_size is None or world % shard_size):
         raise ValueError(
             f"hsdp needs --shard-size, the ranks that share one copy of the weights, as a divisor of the {world} ranks; "
@@ -219,13 +219,13 @@ def _device(name: str) -> torch.device:
 
 
 def _store(timeout: datetime.timedelta) -> tuple[Store | None, int]:
-    """Where ranks find each other, and this rank's number; ``None`` and -1 leave both to torch."""
+    """The store through which ranks find each other, and this rank; ``None`` and -1 leave both to torch."""
     if "MASTER_ADDR" not in os.environ:  # one rank, started without torchrun
         return HashStore(), 0
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return None, -1
-    # torchrun keeps one store over all its attempts (seen in torch 2.13): without a name of its own a restarted rank
-    # reads the addresses of ranks that are gone, and the attempt fails or hangs.
+    # torchrun keeps one store for all attempts (seen in torch 2.13). Without a prefix per attempt, a restarted rank reads
+    # the addresses of ranks that have ended, and fails or hangs.
     server = TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False, timeout=timeout)
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     return PrefixStore(f"efla/attempt-{attempt}", server), int(os.environ["RANK"])

@@ -1,4 +1,4 @@
-"""What a run will take, before it starts: parameters, state, operations, tokens, time and memory. Estimates say so."""
+"""Estimates for a run before it starts: parameters, state, operations, tokens, time and memory."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ import torch
 from efla.models import accounting
 from efla.train.config import TrainConfig
 
-# Dense bfloat16 peak of one device in TFLOP/s, from the makers' data sheets.
+# Dense bfloat16 peak of one device in TFLOP/s, from the data sheets.
 DEVICES = {"a100": 312.0, "h100": 989.0, "h200": 989.0, "b200": 2250.0, "l40s": 362.0, "4090": 165.0}
 _UTILISATION = 0.4
-"""Share of a device's peak that training is assumed to reach; a guess, to be replaced by a measurement."""
+"""Assumed share of a device's peak; a guess, to be replaced by a measurement."""
 
 
 @dataclass(frozen=True)
 class Machines:
-    """What a run is to be estimated for. device: "here", or a name of ``DEVICES``."""
+    """The devices to estimate for. device: "here", or a name of ``DEVICES``."""
 
     device: str = "here"
     count: int | None = None
@@ -28,7 +28,7 @@ class Machines:
 
 
 def estimate(config: TrainConfig, machines: Machines) -> dict[str, Any]:
-    """Facts and estimates of a run, in the order in which they are printed."""
+    """Facts and estimates of a run, in the order they are printed."""
     model = config.model_config()
     parameters = accounting.count_parameters(model)
     world = machines.count or int(os.environ.get("WORLD_SIZE", "1"))
@@ -66,10 +66,10 @@ def estimate(config: TrainConfig, machines: Machines) -> dict[str, Any]:
 
 
 def activation_bytes(config: TrainConfig, tokens: int) -> float:
-    """Bytes kept for the backward pass of ``tokens`` tokens on a device, roughly.
+    """Approximate bytes kept for the backward pass of ``tokens`` tokens on a device.
 
-    Per block and token: the inputs of every linear map, convolution, norm and scan; with gradient checkpointing only
-    the block's input, and one block in full. Logits are held for loss_chunk_size tokens.
+    Per block and token: the inputs of every linear map, convolution, norm and scan. With gradient checkpointing: the
+    input of every block, and one block in full. Logits are kept for loss_chunk_size tokens.
     """
     model = config.model_config()
     size = 2 if config.optimizer.precision == "bfloat16" else 4
@@ -92,7 +92,7 @@ def activation_bytes(config: TrainConfig, tokens: int) -> float:
 
 
 def _peak_here() -> float:
-    """Operations per second of one matrix product on this machine's device, measured."""
+    """Operations per second of this machine's device: known for some GPUs, else measured on a matrix product."""
     if torch.cuda.is_available():
         name = torch.cuda.get_device_name().lower()
         known = next((peak for key, peak in DEVICES.items() if key in name), None)

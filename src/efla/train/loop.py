@@ -1,10 +1,11 @@
-"""The run: open or continue, train, validate, sample, save, and end with a model that can be used."""
+"""A training run: start or resume, train, validate, sample, save, and export the model."""
 
 from __future__ import annotations
 
 import os
 import time
 from concurrent.futures import BrokenExecutor, Future, ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,27 +15,23 @@ from rich.console import Console
 from torch import Tensor, nn
 
 from efla.data.sampling import RowSampler
-from efla.data.source import TextData, kind_of, open_data, prepared_folder
+from efla.data.source import TextData, open_data, prepare_source, source_kind
 from efla.data.tokenizers import TextTokenizer, load_tokenizer
 from efla.interruption import Interruption, Stopped
+from efla.runs.progress import Bars, clock
+from efla.runs.provenance import max_memory_gb
 from efla.train.checkpoint import Checkpoints
 from efla.train.config import TrainConfig
-from efla.train.display import Display
 from efla.train.engine import Engine
-from efla.train.export import export
-from efla.train.metrics import MetricsLog, rewind
+from efla.train.export import export, sample
 from efla.train.optimizer import build_optimizer
-from efla.train.output import OutputFolder, check_same
-from efla.train.samples import sample
-from efla.train.step import StepResult, train_step
-from efla.train.validation import Validation, validate
-
-MODEL, CHECKPOINTS, DATA = "model", "checkpoints", "data"
+from efla.train.output import CHECKPOINTS, DATA, MODEL, MetricsLog, check_resumable, open_output
+from efla.train.step import StepResult, Validation, train_step, validate
 
 
 @dataclass
 class Outcome:
-    """How a run ended: steps done of all, the last validation, steps skipped, and the process's exit code."""
+    """How a run ended: steps done, the last validation, skipped steps, and the exit code of the process."""
 
     steps: int
     validation: Validation | None
@@ -44,7 +41,7 @@ class Outcome:
 
 
 def run(config: TrainConfig, output: Path, *, console: Console | None = None) -> Outcome:
-    """Train into ``output``, or go on with what is there; under torchrun together with the other ranks."""
+    """Train into ``output``, or resume the run there; under torchrun, together with the other ranks."""
     if config.machine.threads is not None:
         torch.set_num_threads(config.machine.threads)
     engine = Engine.start(
@@ -55,7 +52,7 @@ def run(config: TrainConfig, output: Path, *, console: Console | None = None) ->
         timeout_minutes=config.machine.timeout_minutes,
     )
     try:
-        with Interruption() as asked, OutputFolder(output, config, writes=engine.is_main):
+        with Interruption() as asked, open_output(output, config) if engine.is_main else nullcontext():
             engine.barrier()
             shown = console if engine.is_main else None
             try:
@@ -73,7 +70,7 @@ def run(config: TrainConfig, output: Path, *, console: Console | None = None) ->
 
 
 class Run:
-    """One process's part of a run, from its folder's newest checkpoint if there is one."""
+    """One process's part of a run; resumes from the newest checkpoint if there is one."""
 
     def __init__(
         self,
@@ -88,7 +85,7 @@ class Run:
         self.micro_rows = config.micro_rows(engine.data_world)
         self.data = self._open_data()
         self.tokenizer: TextTokenizer = load_tokenizer(self.data.tokenizer)
-        self.border = self.data.border if config.data.documents == "reset" else None
+        self.bos_token = self.data.bos_token if config.data.documents == "reset" else None
         self.sampler = RowSampler(
             self.data.train, config.data.length, config.data.rows, config.optimizer.seed, config.data.order
         )
@@ -100,25 +97,24 @@ class Run:
         )
         self.step = 0
         self.skipped = 0
-        self.saved_at = 0  # the weights of step 0 are the seed's
+        self.saved_at = 0  # the seed gives the weights of step 0
         self.validation: Validation | None = None
         self._resume()
         self.metrics: MetricsLog | None = None
         if engine.is_main:
-            rewind(output, self.step)
-            self.metrics = MetricsLog(output, tensorboard=config.watch.tensorboard)
+            self.metrics = MetricsLog(output, self.step, tensorboard=config.watch.tensorboard)
 
     def train(self) -> Outcome:
-        """Do the steps that are left; ends early when a signal asks for it."""
+        """Run the remaining steps; stops early after a signal."""
         schedule, steps = self.config.schedule(), self.config.optimizer.steps
         self._log("start", world=self.engine.world, strategy=self.engine.strategy, data=self.data.digest)
-        with Display(self.console, steps, self.step, self.engine.device) as display, _Rows(self) as rows:
-            self.display = display
-            display.line(self._greeting())
+        with Bars(self.console) as self.bars, _Prefetch(self) as rows:
+            self.bars.line(self._greeting())
+            self.first_step, self.started = self.step, time.monotonic()
             stopped = self._is_enough() or self._is_asked()
             while self.step < steps and not stopped:
-                clock = time.perf_counter()
-                batch = rows.take(self.step)
+                start = time.perf_counter()
+                batch = rows.next_batch(self.step)
                 rate = schedule.rate(self.step)
                 result = train_step(
                     self.model,
@@ -126,13 +122,13 @@ class Run:
                     batch.split(self.micro_rows),
                     rate=rate,
                     clip=self.config.optimizer.clip,
-                    border=self.border,
+                    bos_token=self.bos_token,
                     precision=self.config.optimizer.precision,
                     engine=self.engine,
                     stop=lambda: self.asked.signal is not None,
                 )
                 self.step += 1
-                self._after_step(result, rate, time.perf_counter() - clock)
+                self._after_step(result, rate, time.perf_counter() - start)
                 stopped = result.stop or self._is_enough()
                 self._at_intervals(last=self.step == steps)
             self.checkpoints.wait()
@@ -140,11 +136,11 @@ class Run:
                 self._save(wait=True)
                 name, code = ("--stop-after", 0) if self._is_enough() else (self.asked.name, self.asked.exit_code)
                 self._log("end", why=name)
-                display.line(_farewell(name, self.step))
+                self.bars.line(_farewell(name, self.step))
                 return Outcome(self.step, self.validation, self.skipped, code)
             export(self.model, self.tokenizer, self.output / MODEL, self.engine)
             self._log("end", why="finished")
-            display.line(f"finished: {self.output / MODEL}")
+            self.bars.line(f"finished: {self.output / MODEL}")
         return Outcome(self.step, self.validation, self.skipped, 0, finished=True)
 
     def close(self) -> None:
@@ -163,7 +159,7 @@ class Run:
             seconds=round(seconds, 6),
             tokens_per_second=round(tokens_per_second, 1),
         )
-        self.display.step(self.step, result.loss, rate, tokens_per_second)
+        self._show_step(result.loss, rate, tokens_per_second)
         if result.applied:
             return
         self.skipped += 1
@@ -175,7 +171,7 @@ class Run:
         policy = self.config.optimizer
         if policy.nonfinite == "stop" or self.skipped > policy.max_skipped:
             last = self.checkpoints.saved()
-            where = f"the last good checkpoint is {last[-1]}" if last else "no checkpoint was saved yet"
+            where = f"the last good checkpoint is {last[-1]}" if last else "no checkpoint has been saved"
             reason = (
                 ""
                 if policy.nonfinite == "stop"
@@ -183,9 +179,19 @@ class Run:
             )
             self._log("end", why="not finite")
             raise RuntimeError(
-                f"{what}{reason}; stopped before the weights changed, {where}. Lower --peak-rate, or look at the data"
+                f"{what}{reason}; stopped before the weights changed, {where}. Lower --peak-rate, or check the data"
             )
-        self.display.line(f"{what}; the step was skipped ({self.skipped} so far)")
+        self.bars.line(f"{what}; the step was skipped ({self.skipped} so far)")
+
+    def _show_step(self, loss: float, rate: float, tokens_per_second: float) -> None:
+        steps = self.config.optimizer.steps
+        left = (time.monotonic() - self.started) / (self.step - self.first_step) * (steps - self.step)
+        text = (
+            f"step {self.step:,}/{steps:,}  loss {loss:.3f}  rate {rate:.1e}  {tokens_per_second:,.0f} tokens/s  "
+            f"{max_memory_gb(self.engine.device):.2f} GB  about {clock(left)} left"
+        )
+        self.bars.update("training", self.step, steps, text)
+        self.bars.line_now_and_then(text)
 
     def _at_intervals(self, *, last: bool) -> None:
         watch = self.config.watch
@@ -205,7 +211,7 @@ class Run:
             length=self.config.data.length,
             rows=self.micro_rows,
             limit=self.config.watch.validation_tokens or None,
-            border=self.border,
+            bos_token=self.bos_token,
             precision=self.config.optimizer.precision,
             engine=self.engine,
         )
@@ -213,7 +219,7 @@ class Run:
         bits = found.bits_per_token
         self._log("validation", loss=found.loss, bits_per_token=bits, perplexity=found.perplexity, tokens=found.tokens)
         unit = "byte" if self.tokenizer.name == "bytes" else "token"
-        self.display.line(f"step {self.step:,}: validation loss {found.loss:.4f}, {bits:.4f} bits per {unit}")
+        self.bars.line(f"step {self.step:,}: validation loss {found.loss:.4f}, {bits:.4f} bits per {unit}")
 
     def _sample(self) -> None:
         watch = self.config.watch
@@ -227,12 +233,12 @@ class Run:
         )
         if text is not None:
             self._log("sample", prompt=watch.sample_prompt, text=text)
-            self.display.line(f"step {self.step:,}: {watch.sample_prompt}{text}")
+            self.bars.line(f"step {self.step:,}: {watch.sample_prompt}{text}")
 
     def _save(self, *, wait: bool) -> None:
         if self.saved_at == self.step:
             return
-        state = {"skipped": self.skipped, "fixed": self.config.fixed(), "data": self.data.digest}
+        state = {"skipped": self.skipped, "fixed": self.config.resume_key(), "data": self.data.digest}
         self.checkpoints.save(self.step, self.model, self.optimizer, state, wait=wait)
         self.saved_at = self.step
 
@@ -241,7 +247,7 @@ class Run:
         if newest is None:
             return
         state = self.checkpoints.load(newest, self.model, self.optimizer)
-        check_same(state["fixed"], self.config.fixed(), str(newest))
+        check_resumable(state["fixed"], self.config, newest)
         if state["data"] != self.data.digest:
             raise ValueError(
                 f"the text of --data {self.config.data.data} has changed since {newest} was saved "
@@ -252,7 +258,7 @@ class Run:
     def _open_data(self) -> TextData:
         options = self.config.data
         folder = None
-        if kind_of(options.data) == "text":
+        if source_kind(options.data) == "text":
             folder = self.output / DATA
             if self.engine.is_main:
                 if self.console is not None:
@@ -266,29 +272,29 @@ class Run:
         return data
 
     def _prepare(self, folder: Path) -> None:
-        """Tokenise the text into ``folder``, until a signal comes; another sitting goes on from there."""
+        """Tokenize the text into ``folder``; a signal stops it, and the next start resumes."""
         options = self.config.data
         workers = 1 if options.tokenizer == "bytes" else os.cpu_count() or 1
 
-        def heed(**progress: int) -> None:
+        def stop_on_signal(**progress: int) -> None:
             if self.asked.signal is not None:
                 raise Stopped
 
         try:
-            prepared_folder(
+            prepare_source(
                 options.data,
                 options.tokenizer,
                 folder,
                 max_tokens=self.config.total_tokens,
-                watch=heed,
+                watch=stop_on_signal,
                 workers=workers,
             )
-        except (Stopped, BrokenExecutor):  # the signal may have ended the workers too
+        except (Stopped, BrokenExecutor):  # the signal may have ended the workers as well
             if self.asked.signal is None:
                 raise
 
     def _build_model(self) -> nn.Module:
-        """The same weights on every rank, from the seed; or those of a model folder."""
+        """A model with the same weights on every rank: from the seed, or from a model folder."""
         from efla.models.modeling_efla import EflaForCausalLM
 
         model_config = self.config.model_config()
@@ -323,29 +329,29 @@ class Run:
         return limit is not None and self.step >= limit
 
     def _is_asked(self) -> bool:
-        """Whether a signal came to any rank."""
-        return self.engine.sum([float(self.asked.signal is not None)])[0] > 0
+        """Whether any rank has received a signal."""
+        return self.engine.all_reduce_sum([float(self.asked.signal is not None)])[0] > 0
 
     def _log(self, event: str, **values: Any) -> None:
         if self.metrics is not None:
             self.metrics.write(event, self.step, **values)
 
 
-class _Rows:
-    """This rank's rows of each step, read one step ahead of time."""
+class _Prefetch:
+    """This rank's rows of each step, read one step ahead."""
 
     def __init__(self, run: Run) -> None:
         self.sampler, self.engine, self.steps = run.sampler, run.engine, run.config.optimizer.steps
         self._pool = ThreadPoolExecutor(1)
         self._next: tuple[int, Future[Tensor]] | None = None
 
-    def __enter__(self) -> _Rows:
+    def __enter__(self) -> _Prefetch:
         return self
 
     def __exit__(self, *exc: object) -> None:
         self._pool.shutdown(cancel_futures=True)
 
-    def take(self, step: int) -> Tensor:
+    def next_batch(self, step: int) -> Tensor:
         rows = self._next[1].result() if self._next is not None and self._next[0] == step else self._read(step)
         if step + 1 < self.steps:
             self._next = (step + 1, self._pool.submit(self._read, step + 1))
@@ -357,7 +363,7 @@ class _Rows:
 
 def _farewell(name: str, step: int) -> str:
     where = f"at step {step:,}, saved" if step else "before the first step"
-    return f"stopped by {name} {where}; the same command goes on from here"
+    return f"stopped by {name} {where}; the same command resumes"
 
 
 def _due(step: int, every: int) -> bool:

@@ -1,103 +1,117 @@
-"""A run's output folder: held by one run at a time, with the config that made it.
+"""The output folder of a training run.
 
-config.json      the resolved config, the model's, versions, git commit, machine
-metrics.jsonl    every step, validation and sample
-checkpoints/     what a run is continued from
-model/           the result, as transformers loads it
-data/            tokens of text that was not prepared
+    config.json      the resolved config, the model's config, versions, git commit, machine
+    metrics.jsonl    every step, validation and sample
+    checkpoints/     what a run resumes from
+    model/           the result, in the format of transformers
+    data/            tokens of text that was not prepared before
+
+The metrics are the source of truth; the display and TensorBoard show the same numbers. Every row has ``event`` and
+``step``, the number of steps done so far:
+
+    start       a process started or resumed at this step
+    step        loss (nats), norm, rate, tokens so far, seconds, tokens_per_second, applied
+    validation  loss, bits_per_token, perplexity, tokens
+    sample      prompt, text
+    end         why: finished, SIGTERM, SIGINT
 """
 
 from __future__ import annotations
 
-import errno
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from types import TracebackType
-from typing import IO, Any
+from typing import Any
 
 from efla.runs import provenance
-from efla.runs.lock import LOCK, take
-from efla.runs.records import Record, dumps
-from efla.runs.rows import write_atomically
+from efla.runs.folder import CONFIG, FORMAT, LOCK, lock_folder, require_same, write_config
+from efla.runs.records import Record
+from efla.runs.rows import JsonLog
 from efla.train.config import TrainConfig
 
-CONFIG = "config.json"
-_FORMAT = 1
+METRICS, MODEL, CHECKPOINTS, DATA = "metrics.jsonl", "model", "checkpoints", "data"
 
 
-class OutputFolder:
-    """The folder of a run, locked by the rank that writes to it: ``with OutputFolder(path, config) as folder``."""
-
-    def __init__(self, path: Path, config: TrainConfig, *, writes: bool = True) -> None:
-        self.path, self.config, self.writes = path, config, writes
-        self._lock: IO[bytes] | None = None
-
-    def __enter__(self) -> OutputFolder:
-        if self.writes:
+@contextmanager
+def open_output(path: Path, config: TrainConfig) -> Iterator[None]:
+    """Lock a new folder, or one of a run with the same config, while the context lasts."""
+    with lock_folder(path):
+        if (path / CONFIG).exists():
             try:
-                self.path.mkdir(parents=True, exist_ok=True)
-                self._lock = take(self.path)
-            except OSError as error:
-                raise explain_write(error, self.path) from error
-            self._check_config()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if self._lock is not None:
-            self._lock.close()  # closing releases the lock; so does a kill
-
-    def _check_config(self) -> None:
-        file = self.path / CONFIG
-        record: Record = {
-            "format": _FORMAT,
-            "config": self.config.record(),
-            "fixed": self.config.fixed(),
-            "model": json.loads(self.config.model_config().to_json_string()),
-            "versions": provenance.versions(),
-            "commit": provenance.git_commit(),
-            "machine": provenance.machine(),
-        }
-        if not file.exists():
-            others = [path.name for path in self.path.iterdir() if path.name != LOCK]
+                there = json.loads((path / CONFIG).read_text())["fixed"]
+            except (ValueError, KeyError) as error:
+                raise ValueError(
+                    f"{path / CONFIG} is not the config of a training run ({error}); choose another --output"
+                ) from error
+            check_resumable(there, config, path)
+        else:
+            others = sorted(file.name for file in path.iterdir() if file.name != LOCK)
             if others:
                 raise ValueError(
-                    f"{self.path} holds {', '.join(sorted(others)[:3])} but no {CONFIG} of a run; nothing was changed. "
+                    f"{path} holds {', '.join(others[:3])} but no {CONFIG} of a run; nothing was changed. "
                     "Choose another --output"
                 )
-            write_atomically(file, (json.dumps(json.loads(dumps(record)), indent=2) + "\n").encode())
-            return
-        try:
-            found = json.loads(file.read_text())
-            there = found["fixed"]
-        except (ValueError, KeyError) as error:
-            raise ValueError(
-                f"{file} is not the config of a training run ({error}); choose another --output"
-            ) from error
-        check_same(there, record["fixed"], str(self.path))
+            record = {
+                "format": FORMAT,
+                "config": config.record(),
+                "fixed": config.resume_key(),
+                "model": json.loads(config.model_config().to_json_string()),
+                "versions": provenance.versions(),
+                "commit": provenance.git_commit(),
+                "machine": provenance.machine(),
+            }
+            write_config(path, record)
+        yield
 
 
-def check_same(there: dict[str, Any], now: dict[str, Any], where: str) -> None:
-    """Refuse to continue a run with what would make it another run."""
-    differences = [
-        f"{name}: {there.get(name)} there, {now.get(name)} now"
-        for name in sorted(set(there) | set(now))
-        if there.get(name) != now.get(name)
-    ]
-    if differences:
-        raise ValueError(
-            f"{where} holds a run with another config ({'; '.join(differences)}); nothing was changed. "
-            "Choose another --output, or give the options that run was started with"
-        )
+def check_resumable(there: Record, config: TrainConfig, path: Path) -> None:
+    """Raise an error if a run with the resume key ``there`` cannot resume with this config."""
+    require_same(there, config.resume_key(), f"{path} holds a run with another config")
 
 
-def explain_write(error: OSError, path: Path) -> OSError:
-    """The same error, saying what to do."""
-    full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-    reason = "the disk is full" if full else (error.strerror or str(error))
-    advice = "Make room" if full else "Choose another --output"
-    return OSError(
-        error.errno or 0,
-        f"cannot write to {path}: {reason}. {advice} and run the same command; it continues where it was",
-    )
+class MetricsLog:
+    """Appends rows to ``metrics.jsonl``, and optionally to TensorBoard's files.
+
+    Opening it drops the rows after ``step``, where the run resumes: they are computed again.
+    """
+
+    def __init__(self, folder: Path, step: int, *, tensorboard: bool = False) -> None:
+        self._log = JsonLog(folder / METRICS)
+        if self._log.file.exists():
+            self._log.keep(line for line, row in self._log.read() if _is_row(row) and row["step"] <= step)
+        self._board: Any = _board(folder / "tensorboard") if tensorboard else None
+
+    def write(self, event: str, step: int, **values: Any) -> None:
+        """Write one row."""
+        self._log.append([{"event": event, "step": step, **values}], sync=False)
+        if self._board is not None:
+            for name, value in values.items():
+                if isinstance(value, (int, float)) and not isinstance(value, bool):
+                    self._board.add_scalar(f"{event}/{name}", value, step)
+                elif event == "sample" and name == "text":
+                    self._board.add_text("sample", value, step)
+
+    def close(self) -> None:
+        if self._board is not None:
+            self._board.close()
+
+
+def read_metrics(folder: Path) -> list[Record]:
+    """All complete rows of a run."""
+    log = JsonLog(folder / METRICS)
+    if not log.file.exists():
+        raise FileNotFoundError(f"no {METRICS} in {folder}; expected the output folder of efla train")
+    return [row for _, row in log.read() if _is_row(row)]
+
+
+def _is_row(row: Any) -> bool:
+    return isinstance(row, dict) and isinstance(row.get("step"), int)
+
+
+def _board(folder: Path) -> Any:
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError:
+        raise RuntimeError("--tensorboard needs the package tensorboard: pip install 'efla[train]'") from None
+    return SummaryWriter(str(folder))

@@ -1,4 +1,4 @@
-"""A run's loss curve, from its metrics alone: ``python -m efla.train.plot RUN FILE``."""
+"""A run's loss curve, from its metrics: ``python -m efla.train.plot RUN FILE``."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ import sys
 from pathlib import Path
 
 from efla.runs.style import figure_style
-from efla.train.metrics import read_metrics
+from efla.train.output import read_metrics
 
 _POINTS = 400
 
 
 def plot_run(folder: Path, file: Path) -> None:
-    """Training loss, averaged where steps are many, and validation loss in bits per token against tokens seen."""
+    """Training loss (averaged over groups of steps in long runs) and validation loss, in bits per token over tokens seen."""
     rows = read_metrics(folder)
     steps = [(row["tokens"], float(row["loss"]) / math.log(2)) for row in rows if row["event"] == "step"]
     tokens_at = {row["step"]: row["tokens"] for row in rows if row["event"] == "step"}

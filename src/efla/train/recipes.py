@@ -1,14 +1,12 @@
-"""Named configs: the paper's, the CPU protocol's, and tiny ones that run anywhere.
+"""Named configs: the paper's, those of the CPU experiments, and tiny ones that run anywhere.
 
-tiny, MODEL-tiny              bytes of Python's documentation, about a minute on a laptop
-MODEL-340m-paper              512 rows of 2,048, 7,629 steps: 8.0 billion tokens of SlimPajama (spec lm.md 4)
-MODEL-1.3b-paper              1,024 rows of 2,048, 23,842 steps: 50.0 billion
-ARM-quick, ARM-full           the CPU protocol (spec lm.md 7.3)
+tiny, MODEL-tiny       bytes of Python's documentation, about a minute on a laptop
+MODEL-340m-paper       512 rows of 2,048 tokens, 7,629 steps: 8.0 billion tokens of SlimPajama
+MODEL-1.3b-paper       1,024 rows of 2,048 tokens, 23,842 steps: 50.0 billion tokens
+ARM-quick, ARM-full    the CPU experiments of `efla reproduce lm`
 """
 
 from __future__ import annotations
-
-import dataclasses
 
 from efla.errors import unknown_name
 from efla.models import presets
@@ -22,7 +20,7 @@ from efla.train.config import (
 )
 
 _MODELS = [name.removesuffix("-tiny") for name in presets.names() if name.endswith("-tiny")]
-# Rows of 2,048 tokens a step, steps, and rows of one forward pass on an 80 GB device.
+# Rows of 2,048 tokens per step, steps, and rows per forward pass on an 80 GB device.
 _PAPER = {"340m": (512, 7_629, 16), "1.3b": (1_024, 23_842, 8)}
 _SLIMPAJAMA = "hf:cerebras/SlimPajama-627B"
 
@@ -48,14 +46,14 @@ def get(name: str) -> TrainConfig:
 
 
 def tiny(preset: str) -> TrainConfig:
-    """A minute on a laptop, with no download: 471,000 parameters on the bytes of Python's documentation."""
+    """A minute on a laptop, without a download: 471,000 parameters on the bytes of Python's documentation."""
     return TrainConfig(model=ModelOptions(model=preset))
 
 
 def paper(model: str, size: str) -> TrainConfig:
-    """The paper's recipe (spec lm.md 4), on SlimPajama by the Mistral tokenizer.
+    """The paper's recipe: SlimPajama with the Mistral tokenizer.
 
-    Convolutions start as the paper's code starts them (conv_init=normal); every other field is the preset's.
+    Convolutions are initialized as in the paper's code (conv_init=normal).
     """
     rows, steps, micro_rows = _PAPER[size]
     return TrainConfig(
@@ -84,14 +82,12 @@ def paper(model: str, size: str) -> TrainConfig:
 
 
 def cpu_protocol(arm: str, profile: str) -> TrainConfig:
-    """One arm of the CPU protocol (spec lm.md 7.3), "quick" on Shakespeare or "full" on the novels."""
+    """One arm of the CPU experiments, "quick" on Shakespeare or "full" on the novels."""
     steps, length, validate_every, validation_tokens, corpus = {
         "quick": (200, 256, 50, 32_768, "shakespeare"),
         "full": (2_000, 512, 250, 131_072, "novels"),
     }[profile]
-    config = tiny("efla-tiny")
-    return dataclasses.replace(
-        config,
+    return TrainConfig(
         model=ModelOptions(model=f"{arm}:{profile}"),
         data=DataOptions(data=corpus, length=length, rows=8),
         optimizer=OptimizerOptions(steps=steps),

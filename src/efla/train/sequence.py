@@ -1,15 +1,15 @@
-"""Sequence parallelism: each rank holds a part of every row, and memories are handed on as affine maps.
+"""Sequence parallelism: each rank holds a part of every row, and ranks exchange their memory updates as affine maps.
 
-Over its own tokens a rank's memory is affine in what comes in, S_out = A S_in + B, so that no rank waits for another's
-tokens. All ranks work out (A, B) at the same time, exchange them, and fold what stands before them:
+Over the tokens of a rank the memory is an affine function of the incoming state, S_out = A S_in + B. Ranks compute (A, B)
+in parallel, all-gather them, and compose the maps of earlier ranks:
 
     S_in(0) = 0,      S_in(r + 1) = A(r) S_in(r) + B(r)
 
-The gradient goes the other way: with d(r) the gradient that rank r's own tokens give S_in(r),
+Gradients flow in the other direction. With d(r) the gradient of S_in(r) from rank r's own tokens,
 
     g(r) = d(r) + A(r)^T g(r + 1),      dB(r) = g(r + 1),      dA(r) = g(r + 1) S_in(r)^T
 
-A causal convolution needs the last tokens of the rank before. Both equal the run on one rank, forwards and backwards.
+A causal convolution needs the last tokens of the previous rank. Outputs and gradients equal those of one rank.
 
 Shapes: B batch, T tokens of this rank, H heads, K and V widths, W kernel width, R ranks.
 """
@@ -33,7 +33,7 @@ from efla.scans.request import compute_dtype
 
 
 class SequenceGroup:
-    """The ranks that share each row, in the order of its parts; this rank is number ``rank`` of ``size``."""
+    """The ``size`` ranks that share each row, in the order of its parts; ``rank`` is this process's."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group = group
@@ -43,11 +43,11 @@ class SequenceGroup:
 
     @classmethod
     def create(cls, size: int) -> SequenceGroup:
-        """Cut all ranks into groups of ``size`` neighbours; every rank of the process group must call this."""
+        """Split all ranks into groups of ``size`` neighbours; every rank of the process group must call this."""
         world = dist.get_world_size()
         if size < 1 or world % size:
             raise ValueError(f"{world} ranks do not divide into groups of {size} that share a sequence")
-        # Groups of their own, even if there is only one: gradients are exchanged on the default group meanwhile.
+        # Separate groups, even if there is only one, because gradients are exchanged on the default group.
         groups = [dist.new_group(list(range(first, first + size))) for first in range(0, world, size)]
         return cls(cast(dist.ProcessGroup, groups[dist.get_rank() // size]))
 
@@ -61,7 +61,7 @@ class SequenceGroup:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Inside, the model takes whole sequences again, each rank for itself."""
+        """A context in which every rank processes whole sequences on its own."""
         self.active = False
         try:
             yield
@@ -69,7 +69,7 @@ class SequenceGroup:
             self.active = True
 
     def halo(self, x: Tensor, width: int) -> Tensor:
-        """The last ``width`` tokens of the rank before, [B, D, width], from x [B, T, D]; zeros on the first rank."""
+        """The last ``width`` tokens [B, D, width] of the previous rank, from x [B, T, D]; zeros on the first rank."""
         if x.shape[1] < width:
             raise ValueError(
                 f"each rank needs at least the {width} tokens that a convolution looks back, got {x.shape[1]}; "
@@ -93,9 +93,11 @@ class SequenceGroup:
         qk_l2norm: bool = False,
         **options: Any,
     ) -> tuple[Tensor, None]:
-        """:func:`efla.linear_attention` over the whole row, of which q, k, v, beta and log_gate are this rank's part."""
+        """:func:`efla.linear_attention` over whole rows; q, k, v, beta and log_gate are this rank's part of them."""
         if initial_state is not None or output_final_state or cu_seqlens is not None:
-            raise ValueError("a sequence split over ranks takes no state, returns none, and is not packed (cu_seqlens)")
+            raise ValueError(
+                "sequence parallelism supports neither initial and final states nor packed sequences (cu_seqlens)"
+            )
         rule = rules.get(rule)
         arguments: dict[str, Any] = {"rule": rule, "qk_l2norm": qk_l2norm, **options}
         transition, addition = _affine_map(q, k, v, beta, log_gate, arguments)
@@ -105,12 +107,12 @@ class SequenceGroup:
 
 
 def split_sequence(model: nn.Module, group: SequenceGroup) -> None:
-    """Make the model's recurrent layers take their part of each row; softmax attention cannot, and is refused."""
+    """Make the model's recurrent layers process their part of each row; softmax attention is not supported."""
     for name, module in model.named_modules():
         if isinstance(module, SoftmaxAttention):
             raise ValueError(
-                f"{name} is softmax attention, which has no state to hand on: sequence parallelism needs a model of "
-                "recurrent mixers alone"
+                f"{name} is softmax attention, which has no recurrent state: sequence parallelism needs a model with "
+                "recurrent mixers only"
             )
         if isinstance(module, (LinearAttention, Mamba2, ShortConvolution)):
             module.sequence = group
@@ -119,7 +121,7 @@ def split_sequence(model: nn.Module, group: SequenceGroup) -> None:
 def _affine_map(
     q: Tensor, k: Tensor, v: Tensor, beta: Tensor | None, log_gate: Tensor | None, arguments: dict[str, Any]
 ) -> tuple[Tensor, Tensor]:
-    """(A, B) of S_out = A S_in + B over these tokens: A [B, H, K, K], or [B, H, 1, 1] for rules that erase nothing."""
+    """(A, B) of S_out = A S_in + B over these tokens; A is [B, H, K, K], or [B, H, 1, 1] for rules without erase."""
     rule: rules.UpdateRule = arguments["rule"]
     dtype = compute_dtype(q, k, v)
     B, T, H, V = v.shape
@@ -133,7 +135,7 @@ def _affine_map(
         wide = [None if x is None else x.to(lam.dtype) for x in (beta, log_gate)]
         log_decay = rule.coefficients(wide[0], lam, wide[1]).log_decay.sum(1)
         return log_decay.exp().to(dtype)[..., None, None], cast(Tensor, addition)
-    # A is what becomes of the unit matrix when nothing is written: K more columns of values that are zero.
+    # A is the final state for the identity as initial state and zero values: K more columns of v.
     values = torch.cat([v, v.new_zeros(B, T, H, K)], dim=-1)
     start = torch.cat([v.new_zeros(K, V, dtype=dtype), torch.eye(K, dtype=dtype, device=v.device)], dim=-1)
     start = start.expand(B, H, K, V + K).contiguous()
@@ -156,7 +158,7 @@ def _gather(x: Tensor, group: SequenceGroup) -> list[Tensor]:
 
 
 class _Incoming(torch.autograd.Function):
-    """The state before this rank's tokens, [B, H, K, V], from every rank's affine map."""
+    """The state [B, H, K, V] before this rank's tokens, from the affine maps of all ranks."""
 
     @staticmethod
     def forward(ctx: Any, transition: Tensor, addition: Tensor, group: SequenceGroup) -> Tensor:
@@ -175,7 +177,7 @@ class _Incoming(torch.autograd.Function):
         group: SequenceGroup = ctx.group
         state, *later = ctx.saved_tensors
         grads = _gather(grad, group)
-        total = torch.zeros_like(grad)  # g(r + 1): nothing follows the last rank
+        total = torch.zeros_like(grad)  # g(r + 1), zero after the last rank
         for r in range(group.size - 1, group.rank, -1):
             transition = later[r - group.rank - 1]
             total = grads[r] + _apply(transition.transpose(-1, -2), total)
@@ -187,7 +189,7 @@ class _Incoming(torch.autograd.Function):
 
 
 class _FromPrevious(torch.autograd.Function):
-    """What the rank before passes on; zeros on the first rank."""
+    """The tensor of the previous rank; zeros on the first rank."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: SequenceGroup) -> Tensor:

@@ -10,8 +10,7 @@ import torch
 
 from efla import EflaForCausalLM, presets
 from efla.experiments.lm.config import ARM_ORDER, RECURRENT
-from efla.train.optimizer import build_optimizer
-from efla.train.schedule import WarmupCosine
+from efla.train.optimizer import WarmupCosine, build_optimizer
 from efla.train.step import train_step
 
 LN2 = math.log(2)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from efla.data.corpora import Corpus
-from efla.data.streams import consecutive_rows
+from efla.data.sampling import consecutive_rows
 from efla.evaluation import ByteTokenizer, bits_by_position, even_buckets
 from efla.evaluation.items import metric_items
 from efla.evaluation.tasks import load_task
@@ -20,7 +20,7 @@ from efla.layers import LinearAttention
 from efla.runs.records import Record
 from efla.scans.keys import l2_normalize
 from efla.train.engine import Engine
-from efla.train.validation import Validation, validate
+from efla.train.step import Validation, validate
 
 if TYPE_CHECKING:
     from efla.evaluation.harness import HarnessModel

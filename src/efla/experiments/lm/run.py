@@ -27,15 +27,13 @@ from efla.experiments.experiment import Cell, Experiment, Report, grid_cells
 from efla.experiments.lm.config import CHOICES, RAW_KEYS, LmConfig
 from efla.experiments.lm.measure import POSITIONS, Subject, key_energies, measurements
 from efla.models import presets
-from efla.runs.memory import PeakMemory
-from efla.runs.provenance import backend_used
+from efla.runs.provenance import PeakMemory, backend_used
 from efla.runs.records import Record, dumps
 from efla.runs.rows import write_atomically
 from efla.runs.timing import seconds_per_call
 from efla.train.checkpoint import Checkpoints
 from efla.train.engine import Engine
-from efla.train.optimizer import build_optimizer
-from efla.train.schedule import WarmupCosine
+from efla.train.optimizer import WarmupCosine, build_optimizer
 from efla.train.step import train_step
 
 IN_PROGRESS = "in-progress"

@@ -40,7 +40,7 @@ class Stepper:
     def __call__(self) -> float:
         start = time.perf_counter()
         loss = self.step()
-        self.model.probe.take()
+        self.model.probe.pop()
         self.seconds += time.perf_counter() - start
         return loss
 

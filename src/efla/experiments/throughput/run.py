@@ -11,7 +11,7 @@ from efla import EflaForCausalLM
 from efla.experiments.experiment import Cell, Experiment, Report
 from efla.experiments.throughput.config import Shape, ThroughputConfig
 from efla.models.accounting import flops_per_token
-from efla.runs.memory import PeakMemory
+from efla.runs.provenance import PeakMemory
 from efla.runs.records import Record
 from efla.runs.timing import Contender, samples_in_turn
 from efla.train.engine import Engine

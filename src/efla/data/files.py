@@ -1,0 +1,86 @@
+"""Local data files: the folder they are in, and their content, unpacked."""
+
+from __future__ import annotations
+
+import bz2
+import gzip
+import hashlib
+import lzma
+import os
+import tarfile
+import zlib
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, Any, cast
+
+COMPRESSED = (".gz", ".xz", ".zst", ".bz2")
+
+
+def data_folder(given: str | Path | None, option: str = "--data") -> Path | None:
+    """The folder given by ``option``, else the one in EFLA_DATA, else ``None``; it must exist."""
+    folder = given or os.environ.get("EFLA_DATA")
+    if not folder:
+        return None
+    if not Path(folder).is_dir():
+        raise FileNotFoundError(f"{option if given else 'EFLA_DATA'} is {str(folder)!r}, which is not a folder")
+    return Path(folder)
+
+
+def find_file(folders: Sequence[Path], *names: str) -> Path | None:
+    """The first file of these names in any of the folders; all folders are searched for the first name first."""
+    candidates = (folder / name for name in names for folder in folders)
+    return next((file for file in candidates if file.is_file()), None)
+
+
+def read_unpacked(file: Path) -> bytes:
+    """The content of a file, decompressed as its name says."""
+    with named_damage(file), open(file, "rb") as stream, decompress(file.name, stream) as plain:
+        return plain.read()
+
+
+def decompress(name: str, stream: IO[bytes]) -> IO[bytes]:
+    """The decompressed content of a stream, by the suffix of its name; raises at the end of truncated data."""
+    name = name.lower()
+    if name.endswith((".gz", ".tgz")):
+        return cast("IO[bytes]", gzip.GzipFile(fileobj=stream))
+    if name.endswith((".xz", ".txz")):
+        return cast("IO[bytes]", lzma.LZMAFile(stream))
+    if name.endswith(".bz2"):
+        return cast("IO[bytes]", bz2.BZ2File(stream))
+    if name.endswith(".zst"):
+        return cast("IO[bytes]", _zstd().ZstdFile(stream))
+    return stream
+
+
+@contextmanager
+def named_damage(file: Path) -> Iterator[None]:
+    """Turn the errors of damaged archives into a ``ValueError`` that names the file."""
+    try:
+        yield
+    except Exception as error:
+        known = (EOFError, lzma.LZMAError, zlib.error, tarfile.TarError, UnicodeDecodeError)
+        is_format_error = isinstance(error, OSError) and error.errno is None  # not the disk's
+        if not (isinstance(error, known) or is_format_error or type(error).__name__ == "ZstdError"):
+            raise
+        raise ValueError(f"{file} is damaged ({error}); copy or download it again") from error
+
+
+def checksum(file: Path) -> str:
+    """SHA-256 of a file."""
+    digest = hashlib.sha256()
+    with open(file, "rb", buffering=0) as stream:
+        while piece := stream.read(1 << 20):
+            digest.update(piece)
+    return digest.hexdigest()
+
+
+def _zstd() -> Any:
+    try:
+        from compression import zstd  # Python 3.14
+    except ImportError:
+        try:
+            from backports import zstd
+        except ImportError:
+            raise RuntimeError("reading .zst needs backports.zstd: pip install 'efla[train]'") from None
+    return zstd
