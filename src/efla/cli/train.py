@@ -54,8 +54,7 @@ def train(arguments: list[str]) -> int:
     """Parse ``--recipe`` first, because its values are the defaults of all other options; then train."""
     from rich.console import Console
 
-    from efla.train.loop import run
-    from efla.train.output import MODEL
+    from efla.train.loop import MODEL, run
 
     name = _recipe_name(arguments)
     if "--list-recipes" in arguments:

@@ -49,9 +49,9 @@ class PrepareConfig:
     column: str = "text"
     """Key of JSON lines, or column of a table, that holds the text."""
     validation_share: float = 0.005
-    """Share of the documents for validation, evenly spaced (of the tokens at the end, if it is less than one)."""
+    """Share of the documents for validation, evenly spaced; if that is less than one document, of the tokens at the end."""
     shard_tokens: int = 1 << 26
-    """Tokens that end a shard, after the document that reaches them; a kill loses at most the open shards."""
+    """Tokens of a shard, which ends with the document that reaches them; a kill loses at most the shards being written."""
     max_tokens: int = 0
     """Stop after this many training tokens (0: read everything)."""
 
@@ -127,17 +127,14 @@ def _prepare(
             leftover.unlink()
     writer = _Writer(output, tokenizer, config, settings, progress)
     documents = _documents(config, skip=progress.documents)
-    try:
-        text_bytes = 0
-        for piece in _encode(documents, config.tokenizer, tokenizer, workers):
-            writer.write(piece)
-            text_bytes += piece.bytes
-            if watch is not None:
-                watch(documents=writer.documents, tokens=writer.tokens, text_bytes=text_bytes)
-            if writer.is_full:
-                break
-    finally:
-        writer.close_files()
+    text_bytes = 0
+    for piece in _encode(documents, config.tokenizer, tokenizer, workers):
+        writer.write(piece)
+        text_bytes += piece.bytes
+        if watch is not None:
+            watch(documents=writer.documents, tokens=writer.tokens, text_bytes=text_bytes)
+        if writer.is_full:
+            break
     return writer.finish()
 
 
@@ -209,10 +206,6 @@ class _Writer:
         write_atomically(self.folder / INDEX, index.as_json().encode())
         (self.folder / PROGRESS).unlink()
         return index
-
-    def close_files(self) -> None:
-        for shard in self.open.values():
-            shard.stream.flush()
 
 
 class _OpenShard:

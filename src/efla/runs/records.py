@@ -1,4 +1,4 @@
-"""Typed configs as plain JSON records and back, so that a row says exactly what was run."""
+"""Typed configs as JSON records and back, so that every row holds the config it was made with."""
 
 from __future__ import annotations
 
@@ -71,19 +71,19 @@ def from_record(cls: type[T], record: Record) -> T:
 
 
 def protocol_of(config: object) -> Record:
-    """The part of a config that must be the same for all rows of a folder: everything but the grid."""
+    """The part of a config that must be the same for all rows of a folder: all fields except GRID ones."""
     assert dataclasses.is_dataclass(config) and not isinstance(config, type)
     grid = {field.name for field in dataclasses.fields(config) if field.metadata.get("grid")}
     return {key: value for key, value in to_record(config).items() if key not in grid}
 
 
 def dumps(value: object) -> str:
-    """JSON on one line. NaN and infinities become the strings "nan", "inf", "-inf": JSON itself has no such numbers."""
+    """JSON on one line. NaN and infinities become the strings "nan", "inf" and "-inf", which JSON lacks as numbers."""
     return json.dumps(_finite(value), ensure_ascii=False, separators=(",", ":"), allow_nan=False)
 
 
 def number(value: object) -> float:
-    """A number of a row, with the strings for non-finite ones turned back; ``None`` is not-a-number."""
+    """A number of a row as a float, where non-finite numbers are strings and ``None`` is NaN."""
     return math.nan if value is None else float(cast(Any, value))
 
 

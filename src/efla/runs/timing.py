@@ -1,4 +1,4 @@
-"""Timing of several contenders in turn, so that whatever else the machine does hits all of them alike."""
+"""Timing of several contenders in turn, so that other load on the machine affects all of them equally."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import nn
 
 @dataclass(frozen=True)
 class Contender:
-    """One way to do a piece of work; ``repeats`` calls make one sample, for work of microseconds."""
+    """One way to do a piece of work. A sample is the mean of ``repeats`` calls, for very short work."""
 
     name: str
     call: Callable[[], object]
@@ -23,7 +23,7 @@ class Contender:
 
 @dataclass(frozen=True)
 class Measurement:
-    """Seconds per call of one contender on one piece of work: median and quartiles over the rounds."""
+    """Seconds per call of one contender: median and quartiles over the rounds."""
 
     work: str
     contender: str
@@ -34,9 +34,9 @@ class Measurement:
     rounds: int
     useful_flops: float | None = None
     items: float | None = None
-    """Images, tokens or whatever a call gets through."""
+    """Images, tokens or other items per call."""
     scan_share: float | None = None
-    """Part of the time that was spent in scans, where it was measured."""
+    """Share of the time spent in scans, if measured."""
 
     @property
     def per_second(self) -> float | None:
@@ -44,7 +44,7 @@ class Measurement:
 
     @property
     def gflops(self) -> float | None:
-        """Useful work per second; what an implementation does beyond the useful does not count."""
+        """Useful operations per second; extra work of an implementation does not count."""
         return None if self.useful_flops is None else self.useful_flops / self.median / 1e9
 
     def as_row(self) -> dict[str, object]:
@@ -58,9 +58,9 @@ def samples_in_turn(
     alternate: bool = False,
     done: Callable[[int], None] | None = None,
 ) -> dict[str, list[float]]:
-    """Seconds per call of every contender in every round, after one round that is not measured.
+    """Seconds per call of every contender in every round, after an unmeasured round.
 
-    alternate: every other round runs them backwards, so that none always follows the same one. done: told each round.
+    alternate: reverse the order in every other round. done: called with the number of finished rounds.
     """
     samples: dict[str, list[float]] = {contender.name: [] for contender in contenders}
     for contender in contenders:
@@ -88,10 +88,10 @@ def compare(
     items: float | None = None,
     sample_seconds: float = 0.0,
 ) -> list[Measurement]:
-    """Time all contenders ``rounds`` times, one after the other, every other round backwards, after an unmeasured one.
+    """Time all contenders for ``rounds`` rounds in turn, in reverse order every other round, after an unmeasured round.
 
-    Gradients are off; a contender that needs them switches them on. ``sample_seconds``: how long a sample lasts at
-    least; shorter work is repeated, so that it is not timed in the caches that the contender before it left behind.
+    Gradients are disabled; a contender that needs them enables them. sample_seconds: minimum duration of a sample.
+    Shorter work is repeated, so that the caches left by the previous contender do not matter.
     """
     samples = samples_in_turn([_repeated(c, sample_seconds) for c in contenders], rounds, alternate=True)
     measurements = []
@@ -105,7 +105,7 @@ def compare(
 
 
 def _repeated(contender: Contender, seconds: float) -> Contender:
-    """The contender with as many repeats as make a sample of that length."""
+    """The contender with enough repeats for a sample of this duration."""
     if not seconds:
         return contender
     contender.call()

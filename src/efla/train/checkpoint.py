@@ -18,7 +18,9 @@ import random
 import shutil
 import threading
 import warnings
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
 
@@ -90,10 +92,10 @@ class Checkpoints:
                 self._finish(temporary, final, record)
                 self.engine.barrier()
                 return
-            future = _start_save(tensors, writer, self._group)
+            write = _start_save(tensors, writer, self._group)
         except OSError as error:
             raise explain_write(error, self.folder) from error
-        self._writing = threading.Thread(target=self._finish_later, args=(future, temporary, final, record))
+        self._writing = threading.Thread(target=self._finish_later, args=(write, temporary, final, record))
         self._writing.start()
 
     def wait(self) -> None:
@@ -117,8 +119,7 @@ class Checkpoints:
         tensors = state_tensors(model, optimizer)
         reader = HuggingFaceStorageReader(str(path))
         try:
-            with warnings.catch_warnings():
-                warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+            with _without_warning():
                 load(tensors, storage_reader=reader, process_group=self._group, no_dist=self._group is None)
         except (CheckpointException, SafetensorError, RuntimeError, ValueError) as error:
             raise ValueError(f"the checkpoint {path} does not fit this model: {_first_cause(error)}") from error
@@ -130,9 +131,9 @@ class Checkpoints:
             _restore_random_state(json.loads(own.read_text()), self.engine.device)
         return state
 
-    def _finish_later(self, future: Future[Any], temporary: Path, final: Path, record: Record) -> None:
+    def _finish_later(self, write: Callable[[], Any], temporary: Path, final: Path, record: Record) -> None:
         try:
-            future.result()
+            write()
             self._finish(temporary, final, record)
         except BaseException as error:
             self._failure = error
@@ -201,25 +202,23 @@ def _cut_into_files(tensors: dict[str, Tensor]) -> dict[str, int]:
 
 
 def _write(tensors: dict[str, Tensor], writer: Any, group: dist.ProcessGroup | None) -> Any:
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # one process
+    with _without_warning():
         return save(tensors, storage_writer=writer, process_group=group, no_dist=group is None)
 
 
-def _start_save(tensors: dict[str, Tensor], writer: Any, group: dist.ProcessGroup | None) -> Future[Any]:
+def _start_save(tensors: dict[str, Tensor], writer: Any, group: dist.ProcessGroup | None) -> Callable[[], Any]:
+    """Copy the tensors. The returned function writes the copies, or waits until torch has written them."""
     if group is not None:
-        return cast("Future[Any]", async_save(tensors, storage_writer=writer, process_group=group))
+        return cast("Future[Any]", async_save(tensors, storage_writer=writer, process_group=group)).result
     copies = {name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors.items()}
-    future: Future[Any] = Future()
+    return lambda: _write(copies, writer, None)
 
-    def write() -> None:
-        try:
-            future.set_result(_write(copies, writer, None))
-        except BaseException as error:
-            future.set_exception(error)
 
-    threading.Thread(target=write).start()
-    return future
+@contextmanager
+def _without_warning() -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # as intended: one process
+        yield
 
 
 def _optimizer_steps(optimizer: torch.optim.Optimizer) -> int:

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import datetime
 import os
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Literal, cast
+from typing import Any, Literal, cast, get_args
 
 import torch
 import torch.distributed as dist
@@ -23,7 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 from efla.train.sequence import SequenceGroup, split_sequence
 
 Strategy = Literal["auto", "single", "ddp", "fsdp", "hsdp"]
-STRATEGIES: tuple[Strategy, ...] = ("auto", "single", "ddp", "fsdp", "hsdp")
+STRATEGIES: tuple[Strategy, ...] = get_args(Strategy)
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,8 @@ class Engine:
             timeout = datetime.timedelta(minutes=timeout_minutes)
             store, own_rank = _store(timeout)
             size = -1 if store is None else world
-            dist.init_process_group(_backend(chosen), store=store, rank=own_rank, world_size=size, timeout=timeout)
+            backend = "cpu:gloo,cuda:nccl" if chosen.type == "cuda" else "gloo"
+            dist.init_process_group(backend, store=store, rank=own_rank, world_size=size, timeout=timeout)
         rank = dist.get_rank()
         resolved: Strategy = "ddp" if strategy == "auto" else strategy
         mesh = None
@@ -172,14 +173,9 @@ class Engine:
         if self.owns_group and dist.is_initialized():
             dist.destroy_process_group()
 
-    @contextmanager
-    def whole_sequences(self) -> Iterator[None]:
+    def whole_sequences(self) -> AbstractContextManager[None]:
         """A context in which rows are not split, for generation, where every rank does the same."""
-        if self.sequence is None:
-            yield
-            return
-        with self.sequence.paused():
-            yield
+        return nullcontext() if self.sequence is None else self.sequence.paused()
 
 
 def unwrap(model: nn.Module) -> nn.Module:
@@ -229,7 +225,3 @@ def _store(timeout: datetime.timedelta) -> tuple[Store | None, int]:
     server = TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False, timeout=timeout)
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     return PrefixStore(f"efla/attempt-{attempt}", server), int(os.environ["RANK"])
-
-
-def _backend(device: torch.device) -> str:
-    return "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import time
+from collections import deque
+from collections.abc import Generator
 from concurrent.futures import BrokenExecutor, Future, ThreadPoolExecutor
-from contextlib import nullcontext
+from contextlib import closing, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,8 +27,10 @@ from efla.train.config import TrainConfig
 from efla.train.engine import Engine
 from efla.train.export import export, sample
 from efla.train.optimizer import build_optimizer
-from efla.train.output import CHECKPOINTS, DATA, MODEL, MetricsLog, check_resumable, open_output
+from efla.train.output import MetricsLog, check_resumable, open_output
 from efla.train.step import StepResult, Validation, train_step, validate
+
+MODEL, CHECKPOINTS, DATA = "model", "checkpoints", "data"
 
 
 @dataclass
@@ -108,13 +112,13 @@ class Run:
         """Run the remaining steps; stops early after a signal."""
         schedule, steps = self.config.schedule(), self.config.optimizer.steps
         self._log("start", world=self.engine.world, strategy=self.engine.strategy, data=self.data.digest)
-        with Bars(self.console) as self.bars, _Prefetch(self) as rows:
+        with Bars(self.console) as self.bars, closing(self._batches()) as batches:
             self.bars.line(self._greeting())
             self.first_step, self.started = self.step, time.monotonic()
             stopped = self._is_enough() or self._is_asked()
             while self.step < steps and not stopped:
                 start = time.perf_counter()
-                batch = rows.next_batch(self.step)
+                batch = next(batches)
                 rate = schedule.rate(self.step)
                 result = train_step(
                     self.model,
@@ -142,6 +146,18 @@ class Run:
             self._log("end", why="finished")
             self.bars.line(f"finished: {self.output / MODEL}")
         return Outcome(self.step, self.validation, self.skipped, 0, finished=True)
+
+    def _batches(self) -> Generator[Tensor, None, None]:
+        """This rank's rows of the remaining steps, read one step ahead."""
+        rank, world = self.engine.data_rank, self.engine.data_world
+        with ThreadPoolExecutor(1) as pool:
+            waiting = deque[Future[Tensor]]()
+            for step in range(self.step, self.config.optimizer.steps):
+                waiting.append(pool.submit(self.sampler.batch, step, rank, world))
+                if len(waiting) > 1:
+                    yield waiting.popleft().result()
+            while waiting:
+                yield waiting.popleft().result()
 
     def close(self) -> None:
         if self.metrics is not None:
@@ -172,11 +188,8 @@ class Run:
         if policy.nonfinite == "stop" or self.skipped > policy.max_skipped:
             last = self.checkpoints.saved()
             where = f"the last good checkpoint is {last[-1]}" if last else "no checkpoint has been saved"
-            reason = (
-                ""
-                if policy.nonfinite == "stop"
-                else f", {self.skipped} such steps (--max-skipped {policy.max_skipped})"
-            )
+            count = f", {self.skipped} such steps (--max-skipped {policy.max_skipped})"
+            reason = "" if policy.nonfinite == "stop" else count
             self._log("end", why="not finite")
             raise RuntimeError(
                 f"{what}{reason}; stopped before the weights changed, {where}. Lower --peak-rate, or check the data"
@@ -335,30 +348,6 @@ class Run:
     def _log(self, event: str, **values: Any) -> None:
         if self.metrics is not None:
             self.metrics.write(event, self.step, **values)
-
-
-class _Prefetch:
-    """This rank's rows of each step, read one step ahead."""
-
-    def __init__(self, run: Run) -> None:
-        self.sampler, self.engine, self.steps = run.sampler, run.engine, run.config.optimizer.steps
-        self._pool = ThreadPoolExecutor(1)
-        self._next: tuple[int, Future[Tensor]] | None = None
-
-    def __enter__(self) -> _Prefetch:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self._pool.shutdown(cancel_futures=True)
-
-    def next_batch(self, step: int) -> Tensor:
-        rows = self._next[1].result() if self._next is not None and self._next[0] == step else self._read(step)
-        if step + 1 < self.steps:
-            self._next = (step + 1, self._pool.submit(self._read, step + 1))
-        return rows
-
-    def _read(self, step: int) -> Tensor:
-        return self.sampler.batch(step, self.engine.data_rank, self.engine.data_world)
 
 
 def _farewell(name: str, step: int) -> str:

@@ -25,11 +25,7 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, An
 
 
 def build_optimizer(
-    model: nn.Module,
-    *,
-    weight_decay: float = 0.1,
-    betas: tuple[float, float] = (0.9, 0.95),
-    eps: float = 1e-8,
+    model: nn.Module, *, weight_decay: float = 0.1, betas: tuple[float, float] = (0.9, 0.95), eps: float = 1e-8
 ) -> torch.optim.AdamW:
     """AdamW over :func:`parameter_groups`; the rate is set at every step.
 

@@ -30,7 +30,7 @@ from efla.runs.records import Record
 from efla.runs.rows import JsonLog
 from efla.train.config import TrainConfig
 
-METRICS, MODEL, CHECKPOINTS, DATA = "metrics.jsonl", "model", "checkpoints", "data"
+METRICS = "metrics.jsonl"
 
 
 @contextmanager

@@ -10,14 +10,7 @@ from __future__ import annotations
 
 from efla.errors import unknown_name
 from efla.models import presets
-from efla.train.config import (
-    DataOptions,
-    MachineOptions,
-    ModelOptions,
-    OptimizerOptions,
-    TrainConfig,
-    WatchOptions,
-)
+from efla.train.config import DataOptions, MachineOptions, ModelOptions, OptimizerOptions, TrainConfig, WatchOptions
 
 _MODELS = [name.removesuffix("-tiny") for name in presets.names() if name.endswith("-tiny")]
 # Rows of 2,048 tokens per step, steps, and rows per forward pass on an 80 GB device.

@@ -1,4 +1,4 @@
-"""Rates in closed form, and what is with_decay."""
+"""Rates in closed form, and which parameters have weight decay."""
 
 from __future__ import annotations
 
