@@ -116,7 +116,7 @@ def test_torchrun_restarts_a_killed_rank_and_goes_on(tmp_path):
 @pytest.mark.parametrize(
     ("layout", "message"),
     [
-        (("single", 2, None, 1), "'single' is one process, torchrun started 2"),
+        (("single", 2, None, 1), "'single' is for one process, but torchrun started 2"),
         (("hsdp", 4, 3, 1), r"--shard-size, .* divisor of the 4 ranks; got 3"),
         (("ddp", 4, None, 3), "--sequence-parallel must divide the 4 ranks"),
         (("fdsp", 4, None, 1), "strategy must be one of"),
