@@ -15,8 +15,8 @@ class LayoutWarning(UserWarning):
     """Inputs look head-major, [B, H, T, D], where token-major ones are expected."""
 
 
-# Our own layers know their layout, and prompts shorter than the number of heads are common there.
-warnings.filterwarnings("ignore", category=LayoutWarning, module=r"efla\.(layers|distributed|integrations)")
+# Our layers use the right layout, and prompts with fewer tokens than heads are common there.
+warnings.filterwarnings("ignore", category=LayoutWarning, module=r"efla\.(layers|train|integrations)")
 
 
 def unknown_name(kind: str, name: object, known: Iterable[str]) -> ValueError:

@@ -1,4 +1,4 @@
-"""phi1 and the flow integrals built on it: the one place where small and stiff exponents are treated.
+"""phi1 and the flow integrals built on it, accurate for small and for stiff exponents.
 
     phi1(x) = (1 - exp(-x)) / x = integral_0^1 exp(-x s) ds,        phi1(0) = 1
 
@@ -32,7 +32,7 @@ def phi1(x: Tensor) -> Tensor:
 
 
 def forward_mode() -> bool:
-    """Whether forward-mode derivatives are being taken. torch's custom operators have none, and give zero without a word."""
+    """Whether forward-mode derivatives are being taken. torch's custom operators have none and silently return zero."""
     return forward_ad._current_level >= 0
 
 

@@ -59,11 +59,7 @@ def forward(request: ScanRequest, save: bool) -> ScanResult:
     """Run the groups of chunks in order, each from the states of the last."""
     plan = _plan(request)
     o = torch.empty_like(request.v, memory_format=torch.contiguous_format)
-    state = request.new_state(len(plan.order))
-    if request.initial_state is None:
-        state.zero_()
-    else:
-        state.copy_(request.initial_state[plan.order])
+    state = _ordered_state(request, plan, request.initial_state)
     boundaries = request.new_state(plan.num_chunks() if save else 0)
     for group in _groups(plan, request):
         chunks = _Chunks.load(request, group)
@@ -91,11 +87,7 @@ def backward(request: ScanRequest, saved: Tensor, grad_o: Tensor, grad_final_sta
     plan = _plan(request)
     grads = _GradientBuffers(request)
     states = saved.view(-1, request.num_value_heads, request.k.shape[3], request.v.shape[3])
-    d_state = request.new_state(len(plan.order))
-    if grad_final_state is None:
-        d_state.zero_()
-    else:
-        d_state.copy_(grad_final_state[plan.order])
+    d_state = _ordered_state(request, plan, grad_final_state)
     for group in reversed(list(_groups(plan, request))):
         chunks = _Chunks.load(request, group)
         before = states[group.first_chunk : group.first_chunk + group.tokens.shape[0]]
@@ -165,6 +157,12 @@ def _crossing_sums(passed: Tensor, started: Tensor, kept: Tensor, crossing: Tens
     until_here = torch.nn.functional.pad(kept.cumsum(-1)[..., :-1], (1, 0))
     between = torch.nn.functional.pad(crossing.cumsum(-1)[..., :-1], (1, 0)).tril_().sum(-2)
     return passed[..., None] + from_here + until_here + between
+
+
+def _ordered_state(request: ScanRequest, plan: _ChunkPlan, given: Tensor | None) -> Tensor:
+    """A copy of the states given, or zeros, in the order of the plan: [N, H, K, V]."""
+    state = request.new_state(len(plan.order))
+    return state.zero_() if given is None else state.copy_(given[plan.order])
 
 
 def _plan(request: ScanRequest) -> _ChunkPlan:
