@@ -47,7 +47,7 @@ def test_info_of_a_folder_is_json_when_asked(tmp_path, capsys):
 
 
 def test_what_is_no_model_is_named(tmp_path):
-    with pytest.raises(FileNotFoundError, match=r"neither a folder with .* nor a preset; presets: efla-tiny"):
+    with pytest.raises(FileNotFoundError, match=r"neither a folder, a hub name .* nor a preset; presets: efla-tiny"):
         run(info, "no-such-thing")
     with pytest.raises(FileNotFoundError, match=r"has no config\.json"):
         run(info, tmp_path)

@@ -92,7 +92,7 @@ def load_config(source: str) -> EflaConfig:
         return presets.get(source)
     if "/" not in source and not Path(source).is_dir():
         raise FileNotFoundError(
-            f"{source!r} is neither a folder with a model, a name on the hub (owner/name) nor a preset; "
+            f"{source!r} is neither a folder, a hub name (owner/name) nor a preset; "
             f"presets: {', '.join(presets.names())}"
         )
     values, _ = EflaConfig.get_config_dict(find_model(source))
