@@ -1,8 +1,6 @@
 """Exact Flow Linear Attention: linear-time attention whose memory update solves the delta rule's equation exactly."""
 
 # ruff: noqa: E402
-from __future__ import annotations
-
 import importlib
 from typing import TYPE_CHECKING, Any
 

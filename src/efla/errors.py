@@ -1,7 +1,5 @@
 """Errors that say what was expected, what came and what to do."""
 
-from __future__ import annotations
-
 import difflib
 import warnings
 from collections.abc import Iterable, Mapping

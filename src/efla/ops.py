@@ -5,8 +5,6 @@ q, k: [B, T, H, K]; v: [B, T, HV, V]; beta, g: [B, T, HV] with g the logarithm o
 ``fused_recurrent_`` are the same function here: the backend decides how to run.
 """
 
-from __future__ import annotations
-
 from torch import Tensor
 
 from efla.scans.api import linear_attention

@@ -10,8 +10,6 @@ under differentiation, the exponential moments
 each evaluated without cancellation. Derivatives of every order are therefore as accurate as the values.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -3,8 +3,6 @@
 A suite is a function of (threads, rounds) that yields one list of measurements per piece of work.
 """
 
-from __future__ import annotations
-
 import importlib.metadata
 import os
 import platform

@@ -1,7 +1,5 @@
 """HellaSwag scored from shared prefills and by lm-evaluation-harness's plain path: same model, items and scores."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from typing import Any
 

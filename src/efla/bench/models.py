@@ -1,7 +1,5 @@
 """Whole models compared with transformers models of the same size, and the cost of a token at different context lengths."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Chart of the cost against the context length, from a benchmark's rows."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from pathlib import Path
 

@@ -4,8 +4,6 @@ Useful work is 6 K V flops per token and head in the forward pass (recall, write
 whatever an implementation actually does.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple

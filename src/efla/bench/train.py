@@ -1,7 +1,5 @@
 """A training step of the full-profile model compared with transformers models of its size, and the overhead around it."""
 
-from __future__ import annotations
-
 import json
 import tempfile
 from collections.abc import Callable, Iterator

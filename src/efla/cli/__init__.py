@@ -1,7 +1,5 @@
 """The command line, ``efla COMMAND``. A command is a typed function in a module of :mod:`efla.cli`."""
 
-from __future__ import annotations
-
 import importlib
 import os
 import sys

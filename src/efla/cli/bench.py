@@ -1,7 +1,5 @@
 """``efla bench``: speed as ratios to other implementations in the same process."""
 
-from __future__ import annotations
-
 import datetime
 import importlib
 import json as json_format

@@ -1,7 +1,5 @@
 """``efla doctor``: what runs on this machine, and whether its results are right."""
 
-from __future__ import annotations
-
 import time
 from dataclasses import dataclass
 

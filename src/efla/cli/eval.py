@@ -1,7 +1,5 @@
 """``efla eval MODEL…``: the paper's table by lm-evaluation-harness, comparisons, and long contexts."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Sequence
 from pathlib import Path

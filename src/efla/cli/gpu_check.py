@@ -1,7 +1,5 @@
 """``efla gpu-check``: whether the GPU kernels compile, fit and compute the right result, and how fast they are."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections import defaultdict

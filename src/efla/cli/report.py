@@ -1,7 +1,5 @@
 """``efla report RUNS…``: one self-contained HTML page from the rows of run folders."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Annotated
 

@@ -1,7 +1,5 @@
 """``efla reproduce EXPERIMENT``: run an experiment's grid, draw its figures, print its table; ``all`` runs every one."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from dataclasses import dataclass

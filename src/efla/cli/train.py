@@ -1,7 +1,5 @@
 """``efla train`` and ``efla prepare``: train a model by a recipe, here or under torchrun; tokenise text for it."""
 
-from __future__ import annotations
-
 import inspect
 import json as json_format
 import os

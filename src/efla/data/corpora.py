@@ -3,8 +3,6 @@
 Tokens are bytes: a vocabulary of 256, where byte 0 starts each document.
 """
 
-from __future__ import annotations
-
 import hashlib
 import tarfile
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Local data files: the folder they are in, and their content, unpacked."""
 
-from __future__ import annotations
-
 import bz2
 import gzip
 import hashlib

@@ -4,8 +4,6 @@ Documents are read in order, sent to workers in pieces, and written in order. A 
 synced and renamed; then ``progress.json`` records how many documents are done, and the next start skips those.
 """
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import hashlib

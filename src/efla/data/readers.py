@@ -3,8 +3,6 @@
 Nothing is unpacked to disk: archives and compressed files are read as streams.
 """
 
-from __future__ import annotations
-
 import io
 import json
 import tarfile

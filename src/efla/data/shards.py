@@ -7,8 +7,6 @@
 ``index.json`` is written last: a folder that has it is complete.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 from dataclasses import asdict, dataclass

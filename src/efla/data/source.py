@@ -1,7 +1,5 @@
 """Training and validation tokens of what ``--data`` names: a corpus, a prepared folder, or text to prepare first."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal

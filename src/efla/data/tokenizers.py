@@ -1,7 +1,5 @@
 """Text to token ids: bytes, the paper's Mistral tokenizer, or any tokenizer that transformers loads."""
 
-from __future__ import annotations
-
 import importlib.util
 from collections.abc import Sequence
 from pathlib import Path

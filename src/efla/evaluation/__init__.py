@@ -4,8 +4,6 @@
 below work without it.
 """
 
-from __future__ import annotations
-
 from efla.evaluation.likelihood import ContinuationScore, Request, score
 from efla.evaluation.perplexity import (
     bits_by_position,

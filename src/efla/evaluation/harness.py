@@ -3,8 +3,6 @@
 Importing this module needs the extra ``eval``.
 """
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol

@@ -5,8 +5,6 @@ Every metric is a function of two sums over items, so that resampling items resa
     mean(x) = sum x / n,    perplexity = exp(-sum log p / sum weight),    bits = -sum log p / sum weight / ln 2
 """
 
-from __future__ import annotations
-
 import json
 import math
 import re

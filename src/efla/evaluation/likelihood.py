@@ -8,8 +8,6 @@ Requests of one group (the choices of a question) share one pass over their comm
 copy of the state after it. The scores equal those of separate passes.
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """``efla eval --length``: bits by position in a long text and associative recall, as rows, tables and figures."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path

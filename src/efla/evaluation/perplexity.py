@@ -1,7 +1,5 @@
 """Log-likelihood of long texts, in independent windows or with the model's state carried, and loss by position."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Figures of ``efla eval --length``, drawn from rows."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any

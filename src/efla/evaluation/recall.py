@@ -6,8 +6,6 @@ Keys and values are distinct random tokens; f are other keys. After the pairs ea
 random places, followed by its value. Adapted from Arora et al. (Zoology, 2023): every pair is queried exactly once.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

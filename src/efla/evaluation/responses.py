@@ -1,7 +1,5 @@
 """A log of answered requests, from which an interrupted evaluation resumes."""
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import json

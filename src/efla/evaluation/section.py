@@ -1,7 +1,5 @@
 """The evaluation sections of the report: the paper's table, and long contexts."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """The paper's table: its columns and published numbers, and a table from the rows of an evaluation."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field

@@ -5,8 +5,6 @@ Prompts, choices and metrics are the harness's; only the source of the records c
 NAME, NAME.xz or NAME.gz.
 """
 
-from __future__ import annotations
-
 import gzip
 import json
 import logging

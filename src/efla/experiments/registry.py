@@ -1,7 +1,5 @@
 """The experiments by name. To add one, write its folder and add one line to ``_EXPERIMENTS``."""
 
-from __future__ import annotations
-
 import importlib
 from typing import Any
 

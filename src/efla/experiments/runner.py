@@ -1,7 +1,5 @@
 """Run the cells of an experiment that an output folder does not have yet."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -3,8 +3,6 @@
 :mod:`efla.experiments.executors` starts it as ``python -m efla.experiments.worker``.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import queue

@@ -1,7 +1,5 @@
 """Layers, each usable alone in any ``nn.Module``."""
 
-from __future__ import annotations
-
 from efla.layers.attention import LinearAttention, MixerState
 from efla.layers.blocks import RMSNorm, SwiGLU
 from efla.layers.mamba2 import Mamba2

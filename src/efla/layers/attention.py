@@ -3,8 +3,6 @@
 Shapes: B batch, T tokens, Hk and H key and value heads, K and V widths per head, N packed sequences.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from typing import NamedTuple, cast

@@ -1,7 +1,5 @@
 """What every block has beside its mixer: RMSNorm and the SwiGLU feed-forward layer."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor, nn
 

@@ -3,8 +3,6 @@
 Shapes: B batch, T tokens, H heads of width P, G groups, N state size.
 """
 
-from __future__ import annotations
-
 from typing import cast
 
 import torch

@@ -3,8 +3,6 @@
 Shapes: B batch, T tokens, D channels, W kernel width, N packed sequences.
 """
 
-from __future__ import annotations
-
 from typing import Any, Protocol
 
 import torch

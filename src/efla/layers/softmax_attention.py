@@ -3,8 +3,6 @@
 Shapes: B batch, T new tokens, S all tokens so far, H heads, D width per head.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -5,8 +5,6 @@
 is registered with the first EflaConfig: no Auto class looks for a model before that.
 """
 
-from __future__ import annotations
-
 import importlib
 import sys
 import warnings

@@ -1,7 +1,5 @@
 """What a configuration costs: parameters, state bytes per sequence, floating-point operations per token."""
 
-from __future__ import annotations
-
 from typing import cast
 
 import torch

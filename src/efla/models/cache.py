@@ -3,8 +3,6 @@
 The cache is transformers' own (``DynamicCache(config=config)``, or any other it makes from ``config.layer_types``).
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Sequence
 from types import MethodType

@@ -1,7 +1,5 @@
 """The configuration of every model: ``rule`` and ``mixers`` choose what a layer is."""
 
-from __future__ import annotations
-
 import difflib
 from typing import Any
 

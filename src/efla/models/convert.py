@@ -4,8 +4,6 @@ Model types: ``delta_net`` and ``gated_deltanet`` (also with some softmax layers
 ``mamba2`` includes transformers' own Mamba-2 checkpoints, whose tensors have the same names.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

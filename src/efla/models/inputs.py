@@ -1,7 +1,5 @@
 """Padding masks and packed sequences, from what Hugging Face's collators and ``generate`` pass."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

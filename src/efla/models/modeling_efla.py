@@ -3,8 +3,6 @@
 Shapes: B batch, T tokens, d hidden size, N packed sequences.
 """
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any, cast
 

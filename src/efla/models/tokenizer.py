@@ -1,7 +1,5 @@
 """The byte tokenizer, for models whose vocabulary is the 256 bytes, and text streamed from generated tokens."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from typing import Any

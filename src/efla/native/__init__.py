@@ -4,8 +4,6 @@ Three things are called native: this package; its extension module ``efla.native
 backend of that name in :mod:`efla.scans.backends`, which runs scans on it.
 """
 
-from __future__ import annotations
-
 import ctypes
 import importlib
 import sys

@@ -7,8 +7,6 @@ second derivatives use torch's operations.
 Shapes: R rows of width D; B batch, T tokens, C channels, W kernel width, N packed sequences.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar

@@ -5,8 +5,6 @@ right if it agrees with the paper. Differences inside the grey band, one deviati
 spread (one seed, or nothing random) are squares in the column on the right.
 """
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """The report: one self-contained HTML page from rows, without network references."""
 
-from __future__ import annotations
-
 import colorsys
 import datetime
 from collections import Counter

@@ -1,7 +1,5 @@
 """Update rules by name. ``efla.rules.get("efla").coefficients(beta, lam)`` gives a step's three scalars."""
 
-from __future__ import annotations
-
 from efla.errors import unknown_name
 from efla.rules.additive import Linear, StateSpaceDual
 from efla.rules.base import FlowRates, StepCoefficients, UpdateRule

@@ -1,7 +1,5 @@
 """Rules that erase nothing: linear attention and state-space duality."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

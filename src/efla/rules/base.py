@@ -5,8 +5,6 @@
 Rules know nothing of chunks, devices or padding; scans know nothing of differential equations.
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from typing import ClassVar, NamedTuple
 

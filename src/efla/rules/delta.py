@@ -1,7 +1,5 @@
 """The Euler steps: DeltaNet and Gated DeltaNet."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

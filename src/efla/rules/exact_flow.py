@@ -4,8 +4,6 @@ Their one integral is in :mod:`efla.phi`. The backend ``native`` computes the sa
 with the scan: ``exact_erase`` and ``gated_write`` in csrc/kernels/rules.h.
 """
 
-from __future__ import annotations
-
 import math
 
 import torch

@@ -1,7 +1,5 @@
 """Other integrators of the delta flow: explicit and implicit Runge-Kutta methods."""
 
-from __future__ import annotations
-
 from torch import Tensor
 
 from efla.phi import rational_step

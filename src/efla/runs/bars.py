@@ -1,7 +1,5 @@
 """Bar charts with error bars as SVG, readable by mouse and keyboard like the line charts."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Callable, Sequence

@@ -1,7 +1,5 @@
 """Line charts with error bands as SVG: sharp at any size, coloured by the page's style sheet, readable by keyboard."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Where a row comes from: versions, git commit, machine, and the memory its work took."""
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import gc

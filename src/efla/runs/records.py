@@ -1,7 +1,5 @@
 """Typed configs as JSON records and back, so that every row holds the config it was made with."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import math

@@ -4,8 +4,6 @@ A cell is finished when its last line, the one with ``"row": "cell"``, is comple
 counts. Other lines are moved to ``rows.damaged.jsonl`` and their cells run again.
 """
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import json

@@ -1,7 +1,5 @@
 """The parts of a report section, and helpers that the experiments share."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 

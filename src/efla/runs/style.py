@@ -1,7 +1,5 @@
 """The style of all figures: a colour and a line for each rule and arm (Okabe-Ito colours, safe for colour blindness)."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path

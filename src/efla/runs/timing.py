@@ -1,7 +1,5 @@
 """Timing of several contenders in turn, so that other load on the machine affects all of them equally."""
 
-from __future__ import annotations
-
 import math
 import statistics
 import time

@@ -1,7 +1,5 @@
 """The two public operations: validate, compute the rule's scalars, choose a backend, run."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 from torch.compiler import is_dynamo_compiling

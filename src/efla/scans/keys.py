@@ -1,7 +1,5 @@
 """Squared norms and L2 normalisation of keys, with gradients that are right for norms from 1e-18 to 1e18."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -1,7 +1,5 @@
 """What a scan computes (requests and results), and the interface of a backend."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 

@@ -4,8 +4,6 @@ Shapes, dtypes and devices are checked unless validation is switched off. Values
 cu_seqlens) are checked where looking at them needs no device synchronisation; see :func:`set_validation`.
 """
 
-from __future__ import annotations
-
 import contextlib
 import math
 import os

@@ -9,8 +9,6 @@
 A checkpoint is written under a temporary name and renamed when it is complete, so a kill never damages one.
 """
 
-from __future__ import annotations
-
 import base64
 import json
 import os

@@ -1,7 +1,5 @@
 """Estimates for a run before it starts: parameters, state, operations, tokens, time and memory."""
 
-from __future__ import annotations
-
 import os
 import time
 from dataclasses import dataclass

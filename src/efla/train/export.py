@@ -1,7 +1,5 @@
 """Use of the trained model: a folder that transformers, ``efla generate`` and ``efla eval`` load, and text samples."""
 
-from __future__ import annotations
-
 import os
 import shutil
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A training run: start or resume, train, validate, sample, save, and export the model."""
 
-from __future__ import annotations
-
 import os
 import time
 from collections import deque

@@ -16,8 +16,6 @@ The metrics are the source of truth; the display and TensorBoard show the same n
     end         why: finished, SIGTERM, SIGINT
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager

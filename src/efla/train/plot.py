@@ -1,7 +1,5 @@
 """A run's loss curve, from its metrics: ``python -m efla.train.plot RUN FILE``."""
 
-from __future__ import annotations
-
 import math
 import sys
 from pathlib import Path

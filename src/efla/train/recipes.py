@@ -6,8 +6,6 @@ MODEL-1.3b-paper       1,024 rows of 2,048 tokens, 23,842 steps: 50.0 billion to
 ARM-quick, ARM-full    the CPU experiments of `efla reproduce lm`
 """
 
-from __future__ import annotations
-
 from efla.errors import unknown_name
 from efla.models import presets
 from efla.train.config import DataOptions, MachineOptions, ModelOptions, OptimizerOptions, TrainConfig, WatchOptions

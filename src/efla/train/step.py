@@ -3,8 +3,6 @@
 Shapes: B rows of a micro-batch, T tokens of a row.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

@@ -3,8 +3,6 @@
 ``import efla`` loads nothing from here, and Triton is imported only inside the functions that need it.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -9,8 +9,6 @@ launch becomes a compilation.
 By default the autotuner's configurations are compiled until one fits; ``--all-configs`` compiles all of them.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import re

@@ -1,7 +1,5 @@
 """Conformance of the fla backend with the float64 oracle: every rule, shape, width and dtype, with all gradients."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial

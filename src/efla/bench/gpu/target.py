@@ -3,8 +3,6 @@
 The driver changes Triton and torch for the rest of the process, so it is only used in processes of its own.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from dataclasses import dataclass

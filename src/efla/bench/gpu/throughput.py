@@ -1,7 +1,5 @@
 """The throughput grid on a GPU: tokens per second of each rule in forward pass, training and decoding, relative to DeltaNet."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 

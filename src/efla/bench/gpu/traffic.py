@@ -7,8 +7,6 @@ would launch counts as reading and writing each of its tensors once, and so does
 reads are assumed to hit the cache, so this is the minimum traffic of these kernels.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 from collections.abc import Iterable

@@ -3,8 +3,6 @@
 Only the inputs are random, so the numbers have no spread over seeds.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 

@@ -1,7 +1,5 @@
 """Settings and command-line options of the exactness study."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Literal
 

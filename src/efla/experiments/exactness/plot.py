@@ -1,7 +1,5 @@
 """The figure of the exactness study, from rows."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from pathlib import Path

@@ -5,8 +5,6 @@ The true flow of a token is computed twice, by ``torch.linalg.matrix_exp`` and i
     dS/dtau = -(decay I + erase k k^T) S + write k v^T,        tau from 0 to 1
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from typing import ClassVar

@@ -1,7 +1,5 @@
 """The section of the report on the exactness study."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 

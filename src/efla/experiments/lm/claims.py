@@ -3,8 +3,6 @@
 Failed runs count as not-a-number, not as missing.
 """
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Iterable, Sequence

@@ -1,7 +1,5 @@
 """The language-model figure, from rows: curves, test bits, bits by position, energy of the keys."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The section of the report on the language models: curves, bits by position, the paper's table beside ours."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 

@@ -1,7 +1,5 @@
 """A training step of the MAD model on each backend, its scan alone, and how long cells will take."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 

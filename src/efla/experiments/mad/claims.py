@@ -1,7 +1,5 @@
 """Scores from MAD rows, numbers that others published, the paper's claims, and the summary of the terminal."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from typing import NamedTuple

@@ -1,7 +1,5 @@
 """Configs of the MAD benchmark: arms, profiles and command-line options."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple
 

@@ -3,8 +3,6 @@
 Shapes: B sequences, L tokens, d = width, V tokens in the vocabulary, n targets.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import asdict, dataclass
 

@@ -1,7 +1,5 @@
 """The MAD figures, from rows: a bar per arm and task with the spread over seeds, and the training loss."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from pathlib import Path

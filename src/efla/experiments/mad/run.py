@@ -1,7 +1,5 @@
 """The MAD runs: a cell trains one arm on one setting with one rate, weight decay and seed, and scores it on the test set."""
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Iterator, Sequence

@@ -1,7 +1,5 @@
 """The MAD section of the report: bars per task, scores beside published ones, a verdict per claim."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 

@@ -1,7 +1,5 @@
 """``efla mad show TASK``: an instance of a MAD task in colour, its targets marked."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Annotated, Any, Literal
 

@@ -1,7 +1,5 @@
 """A training step of the sequential MNIST classifier on each backend: images per second, and the scan's share of the time."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Numbers of the sequential MNIST rows over seeds, the paper's claims about them, and the summaries of the terminal."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple

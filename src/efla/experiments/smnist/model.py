@@ -3,8 +3,6 @@
 Shapes: B images, T pixels, D = width, H heads of width K = V = D / H.
 """
 
-from __future__ import annotations
-
 import math
 import time
 from typing import Any, NamedTuple

@@ -1,7 +1,5 @@
 """The figures, from rows: accuracy against the level of each corruption, and loss and accuracy against the rate."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The sequential MNIST sections of the report: corruption, and learning rates."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 

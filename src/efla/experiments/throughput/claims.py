@@ -1,7 +1,5 @@
 """Throughput from rows: medians and quartiles over rounds, the paper's claims, summary for the terminal."""
 
-from __future__ import annotations
-
 import statistics
 from collections.abc import Sequence
 from typing import NamedTuple

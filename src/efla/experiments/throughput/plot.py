@@ -1,7 +1,5 @@
 """The throughput figure, from rows: tokens per second by shape, and the ratio of the pairs."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any

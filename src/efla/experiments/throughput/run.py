@@ -1,7 +1,5 @@
 """The throughput runs. A cell times a training step of all arms in turn at one length and batch."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, ClassVar
 

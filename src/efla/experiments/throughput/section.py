@@ -1,7 +1,5 @@
 """The section of the report on throughput: tokens per second by shape, ratios of the pairs, memory."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 
 from efla.experiments.throughput import claims

@@ -1,7 +1,5 @@
 """The backends by name, and the choice among them. A new backend is one file and one entry of ``_BACKENDS``."""
 
-from __future__ import annotations
-
 import logging
 from functools import cache
 from typing import cast

@@ -4,8 +4,6 @@ The kernels take the three scalars, or a rule's inputs (beta, log_gate); then th
 the normalisation of keys. csrc/README.md is the map of the C++ code; csrc/tensors.h checks every tensor that it uses.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 

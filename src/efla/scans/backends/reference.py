@@ -3,8 +3,6 @@
 It follows the equation line by line and is slow. float64 stays float64.
 """
 
-from __future__ import annotations
-
 from itertools import pairwise
 
 import torch

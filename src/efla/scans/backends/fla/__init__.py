@@ -13,8 +13,6 @@ Outside torch.compile, the operations' own autograd formulas compute the backwar
 opaque operator that cannot keep their intermediate results, so the backward pass runs the forward kernels again.
 """
 
-from __future__ import annotations
-
 import importlib.metadata
 import importlib.util
 import os

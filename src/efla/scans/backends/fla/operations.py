@@ -4,8 +4,6 @@ All are exact in values and gradients, because none divides by erase. (The gated
 right values, but loses the gradient of a small erase in half precision.)
 """
 
-from __future__ import annotations
-
 import importlib
 import os
 from collections.abc import Callable

@@ -6,8 +6,6 @@ Eager torch takes several passes, for Gated EFLA a third of a training step's me
 # Kernels are compiled by Triton, which has its own types.
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False, disallow-untyped-decorators=False
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl
