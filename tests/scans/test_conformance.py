@@ -76,3 +76,11 @@ def test_an_empty_sequence_keeps_its_state(backend, rule):
     assert o.shape == inputs.v.shape
     assert inputs.initial_state is not None
     torch.testing.assert_close(state, inputs.initial_state, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(("batch", "length"), [(0, 5), (2, 0)], ids=["no sequences", "no tokens"])
+def test_gradients_of_nothing_are_empty(backend, batch, length):
+    inputs = make_inputs("gated_efla", batch=batch, length=length)
+    leaves = [x.requires_grad_() for x in inputs.tensors().values()]
+    inputs.call(backend)[0].sum().backward()  # the gradient of a sum is expanded: all its strides are 0
+    assert [leaf.grad.shape for leaf in leaves] == [leaf.shape for leaf in leaves]

@@ -171,7 +171,9 @@ def _boundary_elements(request: ScanRequest | FusedRequest, cu_seqlens: Tensor |
 def _rows(x: Tensor) -> Tensor:
     """x with its last axis contiguous; other strides are the kernels' business."""
     x = materialize(x)
-    return x if x.stride(3) == 1 or x.shape[3] == 1 else x.contiguous()
+    if x.stride(3) == 1 or x.shape[3] == 1:
+        return x
+    return x.contiguous() if x.numel() else x.new_empty(x.shape)  # contiguous() keeps the strides of an empty tensor
 
 
 def _round_up(size: int, multiple: int) -> int:
