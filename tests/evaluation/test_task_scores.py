@@ -135,8 +135,9 @@ def test_hopeless_perplexities_are_infinite_not_an_error(load_records):
     found = [metric_items([{"log_prob": -nats}], "perplexity").exact_metric() for nats in (708.0, 709.9)]
     assert found == [math.exp(708.0), math.inf]
     model = HarnessModel(Sure(), ByteTokenizer(), max_length=256)
-    passages = run_task(model, "lambada_openai", load_records("lambada_openai", [{"text": "one two"}])).items
-    assert metric_items(passages, "perplexity").exact_metric() == math.inf
+    passages = run_task(model, "lambada_openai", load_records("lambada_openai", [{"text": "one two"}]))
+    assert passages.metrics["perplexity"] == math.inf
+    assert metric_items(passages.items, "perplexity").exact_metric() == math.inf
     pages = wikitext_items(model, load_records("wikitext", [{"page": "one two"}]), carried=False)
     assert metric_items(pages, "word_perplexity").exact_metric() == math.inf
     assert metric_items(pages, "byte_perplexity").exact_metric() == math.inf

@@ -3,6 +3,7 @@
 Importing this module needs the extra ``eval``.
 """
 
+import math
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
@@ -227,10 +228,24 @@ class TaskRun(NamedTuple):
 def run_task(model: HarnessModel, name: str, task: Any, limit: int | None = None) -> TaskRun:
     """Run one loaded task through lm-evaluation-harness."""
     tasks = {"tasks": {name: task}, "groups": {}}
+    aggregations = getattr(task, "_aggregation_list", {})
+    aggregations |= {metric: _inf_on_overflow(aggregate) for metric, aggregate in aggregations.items()}
     with silence_lm_eval():
         results = evaluate(model, tasks, limit=limit, bootstrap_iters=0, log_samples=True)
     samples = results.pop("samples")[name]
     return TaskRun(results, samples, item_records(name, samples))
+
+
+def _inf_on_overflow(aggregate: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """The harness's perplexities raise an error where they overflow."""
+
+    def aggregate_or_inf(items: Any) -> Any:
+        try:
+            return aggregate(items)
+        except OverflowError:
+            return math.inf
+
+    return aggregate_or_inf
 
 
 def item_records(task: str, samples: Sequence[Record]) -> list[Record]:
