@@ -13,9 +13,9 @@ from efla import cli
 from efla.data import corpora
 from efla.evaluation import bits_by_position, doubling_buckets, tasks
 from efla.evaluation.long_context import LengthSettings, evaluate_length, load_text
-from efla.evaluation.progress import EvaluationDisplay
 from efla.evaluation.recall import finetune_on_recall, make_batch, recall, usable_tokens
 from efla.evaluation.run import EvaluationSettings
+from efla.runs.progress import Counter
 from efla.runs.rows import read_rows
 from tests.evaluation.models import models_of, quiet_console, trained
 
@@ -91,8 +91,8 @@ def test_recall_after_training_on_it_is_that_of_the_trained_copy(folders, tmp_pa
     assert asked.grid == [(2, 16)], "eight pairs do not fit into 16 tokens"
     settings = EvaluationSettings(batch_tokens=64)
     out, told = io.StringIO(), []
-    monkeypatch.setattr(EvaluationDisplay, "begin", lambda self, total: told.append(-total))
-    monkeypatch.setattr(EvaluationDisplay, "advance", lambda self, count: told.append(count))
+    monkeypatch.setattr(Counter, "begin", lambda self, total: told.append(-total))
+    monkeypatch.setattr(Counter, "advance", lambda self, count: told.append(count))
     rows = evaluate_length(models_of(folders, "efla"), settings, asked, tmp_path / "out", Console(file=out))
     assert told == [-100, 64, 36, -3, 1, 1, 1, -8, 3, 3, 2], "positions, steps of training, sequences"
     bits = [row["bits_per_byte"] for row in rows if row["row"] == "position"]

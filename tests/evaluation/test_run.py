@@ -154,7 +154,7 @@ def test_answers_are_kept_for_one_model_one_task_and_one_protocol(folders, tmp_p
 
 def test_lines_on_the_console_tell_what_is_done_and_what_is_left_out(folders, tmp_path):
     settings = EvaluationSettings(tasks=("wikitext",), data=folders / "data", limit=1)
-    for when in (r"\d+\.\ds", "from an earlier run"):
+    for when in (r"\d+\.\ds  about \S+ left", "from an earlier run"):
         out = io.StringIO()
         evaluate(models_of(folders, "softmax"), settings, tmp_path, Console(file=out))
         first, second = out.getvalue().splitlines()

@@ -23,7 +23,6 @@ from efla.evaluation.items import (
 )
 from efla.evaluation.long_context import show_length
 from efla.evaluation.plot import line_keys, plot_length, style
-from efla.evaluation.progress import EvaluationDisplay, clock
 from efla.evaluation.run import EvaluationSettings, TaskEvaluation
 from efla.evaluation.table import (
     ACCURACIES,
@@ -295,44 +294,6 @@ def read_axes(axes: Any) -> dict[str, Any]:
         "bands": bands,
         "errors": errors,
     }
-
-
-def test_lines_say_how_far_the_work_is():
-    out = io.StringIO()
-    display = EvaluationDisplay(Console(file=out, width=20), 3)
-    display.begin(5)  # outside of a piece of work nothing is counted
-    display.advance(2)
-    with display.work("a/[b]") as same:
-        assert same is display
-    display.finish("a/[b]", "acc 0.5", 1.25)
-    display.skip("c", "")
-    display.finish("d", "x", 125.0)
-    assert out.getvalue().splitlines() == [
-        "1/3  a/[b]  acc 0.5  1.2s",
-        "2/3  c    from an earlier run",
-        "3/3  d  x  2min 05s",
-    ]
-    assert [clock(59.4), clock(59.6), clock(60), clock(3599)] == ["59.4s", "1min 00s", "1min 00s", "59min 59s"]
-
-
-def test_a_bar_on_a_terminal_counts_requests():
-    out = io.StringIO()
-    display = EvaluationDisplay(Console(file=out, force_terminal=True, width=100), 1)
-    with display.work("model/[task]"):
-        display.begin(40)
-        display.advance(4)
-        display.advance(6)
-        bars = display._bars
-        assert bars is not None
-        (task,) = bars.tasks
-        assert (task.description, task.total, task.completed, bars.disable) == ("model/[task]", 40, 10, False)
-        bars.refresh()
-    assert "model/[task]" in out.getvalue()
-    assert "10/40" in out.getvalue()
-    assert display._bars is None
-    quiet = EvaluationDisplay(Console(file=io.StringIO()), 1)
-    with quiet.work("x"):
-        assert quiet._bars is not None and quiet._bars.disable
 
 
 @pytest.mark.parametrize(

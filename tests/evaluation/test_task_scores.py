@@ -212,7 +212,7 @@ def test_long_contexts_are_cut_on_the_left():
 def test_a_text_without_context_follows_bos_or_else_eos(load_records):
     model = trained("efla")
     harness = HarnessModel(model, ByteTokenizer(), max_length=256)
-    for tokenizer, prefix in ((ByteTokenizer(), 0), (ByteTokenizer(bos_token=None, eos_token="\x07"), 7)):
+    for tokenizer, prefix in ((ByteTokenizer(), 0), (ByteTokenizer(bos_token=None, eos_token="!"), ord("!"))):
         harness.tokenizer = tokenizer
         ((found, _),) = harness.loglikelihood(asked("", "ab"))
         expected = score(model, [Request([prefix, 97, 98], 2)])[0].log_prob

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from efla.data import files
 from efla.evaluation import tasks
 from efla.evaluation.table import COLUMNS
 from efla.evaluation.tasks import PAPER_TASKS
@@ -75,7 +76,7 @@ def test_requests_from_local_files_are_those_from_the_hub_format(name, tmp_path)
 def hub_format(name: str, data: Path, limit: int | None) -> list[dict[str, Any]]:
     """The real records in the hub's format, converted here on our own from the published files."""
     source = [data / file for file in tasks.SOURCES[name].files]
-    text = tasks.read_text(tasks.find_file(data, tasks.SOURCES[name].files[0], name))
+    text = tasks.read_text(tasks.task_file(data, tasks.SOURCES[name].files[0], name))
     if name == "wikitext":
         pages, lines = [], []
         for line in text.split("\n"):
@@ -269,14 +270,14 @@ def test_missing_and_damaged_files_are_named(tmp_path):
 
 def test_the_data_folder_is_the_one_given_or_that_of_the_environment(tmp_path, monkeypatch):
     monkeypatch.setenv("EFLA_DATA", str(tmp_path))
-    assert tasks.data_folder(None) == tmp_path
+    assert files.data_folder(None) == tmp_path
     with pytest.raises(FileNotFoundError, match=r"^--data is '.*nowhere', which is not a folder"):
-        tasks.data_folder(tmp_path / "nowhere")
+        files.data_folder(tmp_path / "nowhere")
     monkeypatch.setenv("EFLA_DATA", "nowhere")
     with pytest.raises(FileNotFoundError, match=r"^EFLA_DATA is 'nowhere', which is not a folder"):
-        tasks.data_folder(None)
-    assert tasks.data_folder(tmp_path) == tmp_path
+        files.data_folder(None)
+    assert files.data_folder(tmp_path) == tmp_path
     monkeypatch.setenv("EFLA_DATA", "")
-    assert tasks.data_folder(None) is None
+    assert files.data_folder(None) is None
     with pytest.raises(ValueError, match="unknown task with local data 'piqqa'; did you mean 'piqa'"):
         tasks.local_records("piqqa", tmp_path)

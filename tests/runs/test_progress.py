@@ -36,8 +36,14 @@ def test_a_terminal_shows_a_bar_per_running_cell() -> None:
         grid.start(cell)
         grid.progress(cell, 0.5, {"loss": 1.25, "accuracy": 0.5})
         grid._progress.refresh()
+        counter = grid.start("model/[task]")
+        counter.begin(40)
+        counter.advance(10)
+        grid._progress.refresh()
     assert "all cells" in out.getvalue()
     assert "loss 1.25  accuracy 0.5" in out.getvalue()
+    assert "model/[task]" in out.getvalue()
+    assert "10/40" in out.getvalue()
 
 
 def test_the_time_left_is_the_work_left_at_the_pace_so_far(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,6 +5,7 @@ from typing import Any
 
 from efla.bench import Suite
 from efla.bench.models import random_model
+from efla.data.files import data_folder
 from efla.evaluation import ByteTokenizer, tasks
 from efla.runs.timing import Contender, Measurement, compare
 
@@ -30,7 +31,7 @@ def hellaswag(threads: int, rounds: int) -> Iterator[list[Measurement]]:
     """HellaSwag items (needs EFLA_DATA) on each model: shared prefill, then the plain path."""
     from efla.evaluation.harness import HarnessModel
 
-    data = tasks.data_folder(None)
+    data = data_folder(None)
     if data is None:
         raise FileNotFoundError("the benchmark reads HellaSwag from a data folder: set EFLA_DATA")
     tasks.require_lm_eval()

@@ -10,12 +10,12 @@ from rich.console import Console
 from rich.measure import Measurement
 from rich.table import Table
 
+from efla.data.files import data_folder
 from efla.errors import refuse_ignored
 from efla.evaluation.items import compare_models, comparison_lines
 from efla.evaluation.long_context import LengthSettings, evaluate_length, show_length
 from efla.evaluation.run import EvaluationSettings, evaluate
 from efla.evaluation.table import markdown, result_table, terminal
-from efla.evaluation.tasks import data_folder
 from efla.models.loading import names_of
 from efla.runs.records import dumps
 from efla.runs.rows import read_rows, write_atomically

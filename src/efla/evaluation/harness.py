@@ -6,7 +6,7 @@ Importing this module needs the extra ``eval``.
 import math
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from lm_eval.evaluator import evaluate
 from lm_eval.models.huggingface import HFLM
@@ -16,18 +16,11 @@ from efla.evaluation.perplexity import carried_log_likelihoods, rolling_log_like
 from efla.evaluation.responses import ResponseLog
 from efla.evaluation.tasks import silence_lm_eval
 from efla.models.tokenizer import ByteTokenizer
+from efla.runs.progress import Counter
 from efla.runs.records import Record
 
 _AGREEMENT = 1e-3
 """Largest difference in nats between shared and plain scores for which sharing is trusted."""
-
-
-class Counter(Protocol):
-    """Receives the number of requests, then counts of answered ones."""
-
-    def begin(self, total: int) -> None: ...
-
-    def advance(self, count: int) -> None: ...
 
 
 class HarnessModel(HFLM):  # type: ignore[misc]

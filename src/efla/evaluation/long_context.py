@@ -12,12 +12,12 @@ from rich.console import Console
 from rich.table import Table
 
 from efla.evaluation.perplexity import bits_by_position, doubling_buckets
-from efla.evaluation.progress import EvaluationDisplay
 from efla.evaluation.recall import finetune_on_recall, make_batch, recall, usable_tokens
 from efla.evaluation.run import Evaluation, EvaluationSettings
 from efla.evaluation.table import MISSING
 from efla.evaluation.tasks import definition, local_records, read_text
 from efla.models.loading import Loaded
+from efla.runs.progress import Counter
 from efla.runs.records import Record
 from efla.runs.rows import read_rows
 
@@ -92,13 +92,13 @@ class LengthEvaluation(Evaluation):
             "seed": asked.seed,
         }
 
-    def run(self, loaded: Loaded, cell: str, output: Path, display: EvaluationDisplay) -> list[Record]:
+    def run(self, loaded: Loaded, cell: str, output: Path, progress: Counter) -> list[Record]:
         if cell == "positions":
-            rows = self._positions(loaded, display)
+            rows = self._positions(loaded, progress)
         else:
             if self._recall is None or self._recall.loaded is not loaded:
-                self._recall = _RecallProbe(loaded, self._asked, self.settings.batch_tokens, display)
-            rows = [self._recall.measure(*self._grid[cell])]
+                self._recall = _RecallProbe(loaded, self._asked, self.settings.batch_tokens, progress)
+            rows = [self._recall.measure(*self._grid[cell], progress)]
         return [*rows, {"trained_length": int(getattr(loaded.model.config, "max_position_embeddings", 0) or 0)}]
 
     def summary(self, rows: Sequence[Record]) -> str:
@@ -108,7 +108,7 @@ class LengthEvaluation(Evaluation):
         bits = [f"{row['bits_per_byte']:.3f} at {row['end']}" for row in (first, last)]
         return f"bits per byte {', '.join(bits)}"
 
-    def _positions(self, loaded: Loaded, display: EvaluationDisplay) -> list[Record]:
+    def _positions(self, loaded: Loaded, progress: Counter) -> list[Record]:
         """Bits by position in stretches spread evenly over the text, with the state carried through each."""
         asked, batch_tokens = self._asked, self.settings.batch_tokens
         tokens: NDArray[np.int64] = np.asarray(loaded.tokenizer.encode(self._text, add_special_tokens=False))
@@ -120,14 +120,14 @@ class LengthEvaluation(Evaluation):
             )
         count = min(asked.rows, len(tokens) // needed)
         starts = np.linspace(0, len(tokens) - needed, count).astype(int)
-        display.begin(count * asked.positions)
+        progress.begin(count * asked.positions)
         curve = bits_by_position(
             loaded.model,
             [tokens[start : start + needed].tolist() for start in starts],
             doubling_buckets(asked.positions),
             window=min(1024, batch_tokens),
             batch_rows=max(1, batch_tokens // 1024),
-            progress=display.advance,
+            progress=progress.advance,
         )
         bytes_per_token = len(self._text.encode()) / len(tokens)
         return [
@@ -147,15 +147,15 @@ class LengthEvaluation(Evaluation):
 class _RecallProbe:
     """Recall of a model, or with ``recall_steps`` of a copy that is first trained on the task."""
 
-    def __init__(self, loaded: Loaded, asked: LengthSettings, batch_tokens: int, display: EvaluationDisplay) -> None:
-        self.loaded, self.asked, self.batch_tokens, self.display = loaded, asked, batch_tokens, display
+    def __init__(self, loaded: Loaded, asked: LengthSettings, batch_tokens: int, progress: Counter) -> None:
+        self.loaded, self.asked, self.batch_tokens = loaded, asked, batch_tokens
         config = loaded.model.config.get_text_config()
         ids = (loaded.tokenizer.bos_token_id, loaded.tokenizer.eos_token_id, config.pad_token_id, 0)
         self.usable = usable_tokens(int(config.vocab_size), sorted({i for i in ids if i is not None}))
         self.prefix = loaded.tokenizer.bos_token_id
         self.model: Any = loaded.model
         if asked.recall_steps:
-            display.begin(asked.recall_steps)
+            progress.begin(asked.recall_steps)
             self.model = finetune_on_recall(
                 loaded.model,
                 self.usable,
@@ -164,16 +164,14 @@ class _RecallProbe:
                 seed=asked.seed,
                 prefix=self.prefix,
                 batch_tokens=batch_tokens,
-                progress=display.advance,
+                progress=progress.advance,
             )
 
-    def measure(self, num_pairs: int, length: int) -> Record:
+    def measure(self, num_pairs: int, length: int, progress: Counter) -> Record:
         asked, sequences = self.asked, _SEQUENCES_PER_ROW * self.asked.rows
         batch = make_batch(self.usable, num_pairs, length, sequences, asked.seed, self.prefix)
-        self.display.begin(sequences)
-        found = recall(
-            self.model, batch, num_pairs, length, batch_tokens=self.batch_tokens, progress=self.display.advance
-        )
+        progress.begin(sequences)
+        found = recall(self.model, batch, num_pairs, length, batch_tokens=self.batch_tokens, progress=progress.advance)
         return {"row": "recall", **asdict(found), "chance": 1 / num_pairs, "steps": asked.recall_steps}
 
 

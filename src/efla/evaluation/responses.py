@@ -3,13 +3,12 @@
 import contextlib
 import hashlib
 import json
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from efla.runs.records import dumps
-from efla.runs.rows import write_atomically
+from efla.runs.rows import JsonLog
 
 
 class ResponseLog:
@@ -19,14 +18,21 @@ class ResponseLog:
     """
 
     def __init__(self, path: Path, belongs_to: dict[str, Any]) -> None:
-        self.path = path
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._log = JsonLog(path, json.dumps)
         self._answers: dict[str, Any] = {}
-        header = json.loads(dumps({"responses_of": belongs_to}))
-        if path.exists():
-            self._read(header)
-        else:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            write_atomically(path, (dumps(header) + "\n").encode())
+        header = dumps({"responses_of": belongs_to})
+        first, *lines = self._log.read() or [(b"", None)]
+        if first[1] is None:  # the first write was cut off
+            lines = []
+        elif first[1] != json.loads(header):
+            raise ValueError(
+                f"{path} holds answers for other settings ({first[1]} there, {header} now); nothing was changed. "
+                "Choose another --output, or remove that file"
+            )
+        kept = [(line, entry) for line, entry in lines if isinstance(entry, list) and len(entry) == 2]
+        self._answers = {key: answer for _, (key, answer) in kept}
+        self._log.keep([header.encode(), *(line for line, _ in kept)])
 
     def __len__(self) -> int:
         return len(self._answers)
@@ -37,36 +43,9 @@ class ResponseLog:
 
     def add(self, answers: Sequence[tuple[str, Sequence[Any], Any]]) -> None:
         """Append answers: (kind, arguments, answer) each."""
-        lines = []
-        for kind, arguments, answer in answers:
-            key = request_key(kind, arguments)
-            self._answers[key] = answer
-            lines.append(json.dumps([key, answer]) + "\n")
-        with open(self.path, "ab") as file:
-            file.write("".join(lines).encode())
-            file.flush()
-            os.fsync(file.fileno())
-
-    def _read(self, header: dict[str, Any]) -> None:
-        complete, _, tail = self.path.read_bytes().rpartition(b"\n")
-        lines = complete.split(b"\n")
-        found = _decoded(lines[0])
-        if found is None:  # the first write was cut off
-            write_atomically(self.path, (dumps(header) + "\n").encode())
-            return
-        if found != header:
-            raise ValueError(
-                f"{self.path} holds answers for other settings ({found} there, {header} now); nothing was changed. "
-                "Choose another --output, or remove that file"
-            )
-        good = [lines[0]]
-        for line in lines[1:]:
-            entry = _decoded(line)
-            if isinstance(entry, list) and len(entry) == 2:
-                self._answers[entry[0]] = entry[1]
-                good.append(line)
-        if tail or len(good) != len(lines):
-            write_atomically(self.path, b"".join(line + b"\n" for line in good))
+        keyed = [(request_key(kind, arguments), answer) for kind, arguments, answer in answers]
+        self._answers.update(keyed)
+        self._log.append(keyed)
 
 
 def remove_responses(path: Path) -> None:
@@ -74,13 +53,6 @@ def remove_responses(path: Path) -> None:
     path.unlink(missing_ok=True)
     with contextlib.suppress(OSError):
         path.parent.rmdir()
-
-
-def _decoded(line: bytes) -> Any | None:
-    try:
-        return json.loads(line)
-    except ValueError:
-        return None
 
 
 def request_key(kind: str, arguments: Sequence[Any]) -> str:

@@ -17,12 +17,12 @@ from rich.console import Console
 
 from efla.evaluation.items import file_name, items_path, metric_items, standard_errors, write_items
 from efla.evaluation.perplexity import why_not_carried
-from efla.evaluation.progress import EvaluationDisplay
 from efla.evaluation.responses import ResponseLog, remove_responses
 from efla.evaluation.table import CARRIED
 from efla.evaluation.tasks import SOURCES, expand, load_task, require_lm_eval
 from efla.models.loading import Loaded, load_model, names_of
 from efla.runs.folder import RunFolder
+from efla.runs.progress import Counter, GridProgress
 from efla.runs.provenance import git_commit, machine, versions
 from efla.runs.records import Record, dumps
 from efla.runs.rows import write_atomically
@@ -75,7 +75,7 @@ class Evaluation(ABC):
         self.settings = settings
 
     @abstractmethod
-    def run(self, loaded: Loaded, cell: str, output: Path, display: EvaluationDisplay) -> list[Record] | str:
+    def run(self, loaded: Loaded, cell: str, output: Path, progress: Counter) -> list[Record] | str:
         """The rows of a cell, the last with fields of the model and cell, or the reason why it is left out."""
 
     @abstractmethod
@@ -89,10 +89,12 @@ class Evaluation(ABC):
     def evaluate(self, models: Sequence[str], output: Path, console: Console) -> list[Record]:
         """Run the cells that the folder does not have yet; returns all its rows."""
         settings, names = self.settings, names_of(list(dict.fromkeys(models)))
-        with RunFolder.open(output, self.experiment, self.protocol) as folder:
+        with (
+            RunFolder.open(output, self.experiment, self.protocol) as folder,
+            GridProgress(console, len(self.cells) * len(names)) as progress,
+        ):
             if folder.repaired:
                 console.print(f"{folder.repaired} half-written lines were moved to rows.damaged.jsonl")
-            display = EvaluationDisplay(console, len(self.cells) * len(names))
             for source, name in names.items():
                 loaded = load_model(
                     source,
@@ -105,27 +107,25 @@ class Evaluation(ABC):
                 earlier = _finished_cells(loaded, folder)
                 for cell in self.cells:
                     if cell in earlier:
-                        display.skip(f"{name}/{cell}", self.summary(earlier[cell]))
+                        progress.skip(f"{name}/{cell}", self.summary(earlier[cell]))
                     else:
-                        self._run_cell(loaded, cell, folder, display)
+                        self._run_cell(loaded, cell, folder, progress)
             return folder.rows()
 
-    def _run_cell(self, loaded: Loaded, cell: str, folder: RunFolder, display: EvaluationDisplay) -> None:
+    def _run_cell(self, loaded: Loaded, cell: str, folder: RunFolder, progress: GridProgress) -> None:
         name = f"{loaded.name}/{cell}"
         started, start = datetime.datetime.now(datetime.timezone.utc), time.monotonic()
-        with display.work(name):
-            found = self.run(loaded, cell, folder.path, display)
+        found = self.run(loaded, cell, folder.path, progress.start(name))
         if isinstance(found, str):
-            display.finish(name, f"left out: {found}", 0.0)
+            progress.finish(name, f"left out: {found}")
             return
-        seconds = time.monotonic() - start
         *rows, result = found
         last = {
             "row": "cell",
             "rows": len(found),
             "digest": loaded.digest,
             **loaded.facts,
-            "wall_seconds": round(seconds, 3),
+            "wall_seconds": round(time.monotonic() - start, 3),
             "started": started.isoformat(timespec="seconds"),
             "threads": torch.get_num_threads(),
             "versions": versions(),
@@ -136,7 +136,7 @@ class Evaluation(ABC):
         }
         folder.append([{"cell": name, "model": loaded.name, **row} for row in (*rows, last)])
         remove_responses(_responses_path(folder.path, loaded.name, cell))
-        display.finish(name, self.summary([*rows, last]), seconds)
+        progress.finish(name, self.summary([*rows, last]))
 
 
 def _finished_cells(loaded: Loaded, folder: RunFolder) -> dict[str, list[Record]]:
@@ -177,7 +177,7 @@ class TaskEvaluation(Evaluation):
     def summary(self, rows: Sequence[Record]) -> str:
         return "  ".join(f"{name} {float(value):.4g}" for name, value in rows[-1]["metrics"].items())
 
-    def run(self, loaded: Loaded, cell: str, output: Path, display: EvaluationDisplay) -> list[Record] | str:
+    def run(self, loaded: Loaded, cell: str, output: Path, progress: Counter) -> list[Record] | str:
         from efla.evaluation.harness import HarnessModel
 
         settings = self.settings
@@ -192,7 +192,7 @@ class TaskEvaluation(Evaluation):
             max_length=loaded.max_length,
             share=settings.share,
             batch_tokens=settings.batch_tokens,
-            progress=display,
+            progress=progress,
         )
         is_local = settings.data is not None and name in SOURCES
         result = {

@@ -5,18 +5,15 @@ Prompts, choices and metrics are the harness's; only the source of the records c
 NAME, NAME.xz or NAME.gz.
 """
 
-import gzip
 import json
 import logging
-import lzma
-import os
-import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from efla.data.files import find_file, read_unpacked
 from efla.errors import unknown_name
 from efla.runs.records import Record
 
@@ -33,16 +30,6 @@ class TaskSource:
     split: str
     num_records: int
     read: Callable[..., list[Record]]
-
-
-def data_folder(data: str | Path | None) -> Path | None:
-    """The given data folder, else the one in EFLA_DATA, else ``None``; it must exist."""
-    folder = data or os.environ.get("EFLA_DATA")
-    if not folder:
-        return None
-    if not Path(folder).is_dir():
-        raise FileNotFoundError(f"{'--data' if data else 'EFLA_DATA'} is {str(folder)!r}, which is not a folder")
-    return Path(folder)
 
 
 def require_lm_eval() -> None:
@@ -179,35 +166,29 @@ def local_records(task: str, data: Path, limit: int | None = None) -> list[Recor
     if task not in SOURCES:
         raise unknown_name("task with local data", task, SOURCES)
     source = SOURCES[task]
-    paths = [find_file(data, name, task) for name in source.files]
+    paths = [task_file(data, name, task) for name in source.files]
     found = source.read(*paths)
     if not found:
         raise ValueError(f"{paths[0]} holds no records; expected {source.num_records:,} for task {task!r}")
     return found[:limit]
 
 
-def find_file(data: Path, name: str, task: str) -> Path:
+def task_file(data: Path, name: str, task: str) -> Path:
     """The file of that name, compressed or not; raises an error that names the missing file."""
-    for suffix in ("", ".xz", ".gz"):
-        path = data / (name + suffix)
-        if path.is_file():
-            return path
-    raise FileNotFoundError(
-        f"task {task!r} needs {name} (or {name}.xz, {name}.gz) in {data}, which has no such file; pass another folder with "
-        "--data, or omit --data and unset EFLA_DATA: efla eval then downloads from the Hugging Face hub, and efla reproduce "
-        "skips these sets"
-    )
+    file = find_file([data], name, f"{name}.xz", f"{name}.gz")
+    if file is None:
+        raise FileNotFoundError(
+            f"task {task!r} needs {name} (or {name}.xz, {name}.gz) in {data}, which has no such file; pass another folder "
+            "with --data, or omit --data and unset EFLA_DATA: efla eval then downloads from the Hugging Face hub, and efla "
+            "reproduce skips these sets"
+        )
+    return file
 
 
 def read_text(path: Path) -> str:
     """The text of a file, decompressed by its suffix; raises ``ValueError`` if it is damaged or not UTF-8."""
     try:
-        data = path.read_bytes()
-        if path.suffix in (".xz", ".gz"):
-            data = (lzma if path.suffix == ".xz" else gzip).decompress(data)
-        return data.decode("utf-8")
-    except (lzma.LZMAError, zlib.error, gzip.BadGzipFile, EOFError) as error:
-        raise ValueError(f"{path} is damaged ({error}); copy or download it again") from error
+        return read_unpacked(path).decode("utf-8")
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} is not UTF-8 text (byte {error.start}); copy or download it again") from error
 

@@ -90,10 +90,10 @@ class GridProgress(Bars):
         self.progress(cell, 0.0)
         return Counter(self, cell)
 
-    def progress(self, cell: str, fraction: float, values: Mapping[str, float] | None = None) -> None:
-        """A running cell got this far."""
+    def progress(self, cell: str, fraction: float, values: Mapping[str, float] | None = None, count: str = "") -> None:
+        """A running cell got this far, with these values or this count."""
         self._fractions[cell] = fraction
-        self.update(cell, fraction, 1.0, format_values(values or {}))
+        self.update(cell, fraction, 1.0, count or format_values(values or {}))
         self._update_all()
 
     def finish(self, cell: str, text: str) -> None:
@@ -159,7 +159,7 @@ class Counter:
 
     def advance(self, count: int) -> None:
         self._count += count
-        self._grid.progress(self._cell, self._count / self._total)
+        self._grid.progress(self._cell, self._count / self._total, count=f"{self._count}/{self._total}")
 
 
 def format_values(values: Mapping[str, float]) -> str:

@@ -7,9 +7,9 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from efla.data import corpora
+from efla.data.files import data_folder
 from efla.errors import unknown_name
 from efla.evaluation.table import ACCURACIES
-from efla.evaluation.tasks import data_folder
 from efla.experiments.experiment import Group, Options, restrict_grid
 from efla.models import presets
 from efla.runs.records import GRID, Count, Minimum, check_fields

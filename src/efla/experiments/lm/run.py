@@ -22,7 +22,7 @@ import torch
 from efla import EflaForCausalLM
 from efla.data import corpora
 from efla.data.sampling import RowSampler
-from efla.evaluation.tasks import SOURCES, find_file, require_lm_eval
+from efla.evaluation.tasks import SOURCES, require_lm_eval, task_file
 from efla.experiments.experiment import Cell, Experiment, Report, grid_cells
 from efla.experiments.lm.config import CHOICES, RAW_KEYS, LmConfig
 from efla.experiments.lm.measure import POSITIONS, Subject, key_energies, measurements
@@ -76,7 +76,7 @@ class LanguageModels(Experiment[LmConfig]):
             require_lm_eval()
             for task, source in SOURCES.items():
                 for name in source.files:
-                    find_file(Path(self.config.folder), name, task)
+                    task_file(Path(self.config.folder), name, task)
 
     @property
     def gpus_per_cell(self) -> float:
