@@ -34,9 +34,11 @@ struct ScanInputs {
         write(write, "write"), log_gate(log_gate, "log_gate"), beta(beta, "beta"),
         initial_state(initial_state, "initial_state"), cu_seqlens(cu_seqlens, "cu_seqlens") {}
 
-  Problem problem(int rule, bool l2norm, double scale, int threads) const {
+  // normalise: which of q and k are divided by their norm, "", "q", "k" or "qk".
+  Problem problem(int rule, const std::string& normalise, double scale, int threads) const {
     Problem p;
-    p.rule = Rule(rule), p.l2norm = l2norm, p.scale = scale, p.threads = threads;
+    p.rule = Rule(rule), p.scale = scale, p.threads = threads;
+    p.normalise_q = normalise.find('q') != std::string::npos, p.normalise_k = normalise.find('k') != std::string::npos;
     check(rule >= int(Rule::raw) && rule < efla::kRuleCount, "unknown rule id");
     check(rule != int(Rule::raw) || write, "write must be a torch.Tensor, got None");
     p.dtype = k.dimensions(4).dtype();
@@ -66,11 +68,11 @@ int64_t boundary_count(const Problem& p) {
 
 unsigned forward(nb::handle q, nb::handle k, nb::handle v, nb::handle log_decay, nb::handle erase, nb::handle write,
                  nb::handle log_gate, nb::handle beta, nb::handle initial_state, nb::handle cu_seqlens, nb::handle o,
-                 nb::handle final_state, nb::handle boundary_states, int rule, bool l2norm, double scale, bool in_place,
-                 bool check_domain, int threads) {
+                 nb::handle final_state, nb::handle boundary_states, int rule, const std::string& normalise,
+                 double scale, bool in_place, bool check_domain, int threads) {
   const ScanInputs inputs(q, k, v, log_decay, erase, write, log_gate, beta, initial_state, cu_seqlens);
   const Tensor to(o, "o"), tf(final_state, "final_state"), tb(boundary_states, "boundary_states");
-  Problem p = inputs.problem(rule, l2norm, scale, threads);
+  Problem p = inputs.problem(rule, normalise, scale, threads);
   p.check_domain = check_domain;
   p.o = to.dimensions(4).rows({p.batch, p.tokens, p.value_heads, p.V}, p.dtype);
   const Dtype compute = compute_type(p.dtype);
@@ -86,13 +88,14 @@ unsigned backward(nb::handle q, nb::handle k, nb::handle v, nb::handle log_decay
                   nb::handle log_gate, nb::handle beta, nb::handle initial_state, nb::handle cu_seqlens,
                   nb::handle boundary_states, nb::handle d_o, nb::handle d_final_state, nb::handle dq, nb::handle dk,
                   nb::handle dv, nb::handle d_log_decay, nb::handle d_erase, nb::handle d_write, nb::handle d_log_gate,
-                  nb::handle d_beta, nb::handle d_initial_state, int rule, bool l2norm, double scale, int threads) {
+                  nb::handle d_beta, nb::handle d_initial_state, int rule, const std::string& normalise, double scale,
+                  int threads) {
   const ScanInputs inputs(q, k, v, log_decay, erase, write, log_gate, beta, initial_state, cu_seqlens);
   const Tensor tb(boundary_states, "boundary_states"), to(d_o, "grad of o"), tf(d_final_state, "grad of final_state");
   const Tensor tq(dq, "dq"), tk(dk, "dk"), tv(dv, "dv"), ti(d_initial_state, "d_initial_state");
   const Tensor td(d_log_decay, "d_log_decay"), te(d_erase, "d_erase"), tw(d_write, "d_write");
   const Tensor tg(d_log_gate, "d_log_gate"), tbeta(d_beta, "d_beta");
-  Problem p = inputs.problem(rule, l2norm, scale, threads);
+  Problem p = inputs.problem(rule, normalise, scale, threads);
   const Dtype compute = compute_type(p.dtype);
   p.boundary_states = tb.dimensions(1).dense({boundary_count(p)}, compute);
   p.d_o = to.dimensions(4).rows({p.batch, p.tokens, p.value_heads, p.V}, p.dtype);
@@ -129,16 +132,25 @@ void add_rules(nb::module_& m) {
   rule_codes = codes.release().ptr();
 }
 
+// What attend's caller says of q and k (True, False, "q" or "k"), as `problem` takes it.
+std::string normalised(nb::handle which) {
+  if (which.ptr() == Py_True) return "qk";
+  if (which.ptr() == Py_False) return "";
+  const std::string name = nb::cast<std::string>(which);
+  if (name != "q" && name != "k") throw std::invalid_argument("the general path names the mistake");
+  return name;
+}
+
 // One call from tensors to tensors, for inference without autograd, tracing or packed input. Returns (o, final_state or
 // None), or None where it does not apply: the caller then takes the general path, which also reports invalid input.
 nb::object attend(nb::handle q, nb::handle k, nb::handle v, nb::handle beta, nb::handle log_gate, nb::handle rule_name,
-                  nb::handle l2norm, nb::handle scale, nb::handle initial_state, nb::handle output_final_state,
+                  nb::handle normalise, nb::handle scale, nb::handle initial_state, nb::handle output_final_state,
                   nb::handle in_place, nb::handle check_domain) {
   if (!efla::can_allocate() || !PyUnicode_CheckExact(rule_name.ptr()) || !efla::records_nothing()) return nb::none();
   const nb::handle code = PyDict_GetItem(rule_codes, rule_name.ptr());
   if (!code.is_valid()) return nb::none();
   const Rule rule = Rule(PyLong_AsLong(code.ptr()));
-  for (nb::handle flag : {l2norm, output_final_state, in_place})
+  for (nb::handle flag : {output_final_state, in_place})
     if (flag.ptr() != Py_True && flag.ptr() != Py_False) return nb::none();
   for (nb::handle tensor : {q, k, v, beta, log_gate, initial_state})
     if (!tensor.is_none() && !efla::is_plain_tensor(tensor)) return nb::none();
@@ -146,7 +158,7 @@ nb::object attend(nb::handle q, nb::handle k, nb::handle v, nb::handle beta, nb:
     return nb::none();
   const nb::handle none = Py_None;
   const ScanInputs inputs(q, k, v, none, none, none, log_gate, beta, initial_state, none);
-  Problem p = inputs.problem(int(rule), l2norm.ptr() == Py_True, 1.0, efla::num_threads());
+  Problem p = inputs.problem(int(rule), normalised(normalise), 1.0, efla::num_threads());
   if (!p.batch || !p.tokens || (p.tokens > 1 && p.tokens < p.key_heads))
     return nb::none();  // the general path warns about the layout
   p.scale = scale.is_none() ? 1.0 / std::sqrt(double(p.K)) : PyFloat_AsDouble(scale.ptr());
@@ -196,7 +208,8 @@ PyObject* attend_entry(PyObject*, PyObject* const* a, Py_ssize_t count) {
 
 PyMethodDef kFastCalls[] = {
     {"attend", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(attend_entry)), METH_FASTCALL,
-     "attend(q, k, v, beta, log_gate, rule, l2norm, scale, initial_state, output_final_state, in_place, check_domain)\n"
+     "attend(q, k, v, beta, log_gate, rule, normalise, scale, initial_state, output_final_state, in_place, "
+     "check_domain)\n"
      "One call for inference: (o, final_state or None), or None where the general path is needed."},
     {nullptr, nullptr, 0, nullptr},
 };
@@ -309,6 +322,48 @@ void gate_backward(nb::handle gate, nb::handle up, nb::handle dy, nb::handle dga
   efla::run_gate_backward(p, threads);
 }
 
+// One decoded token of a linear-attention layer. Tensors that a layer does not have are None.
+void mixer_step(nb::handle q, nb::handle k, nb::handle v, nb::handle b, nb::handle a, nb::handle g, nb::handle q_weight,
+                nb::handle k_weight, nb::handle v_weight, nb::handle conv_state, nb::handle memory, nb::handle A_log,
+                nb::handle dt_bias, nb::handle norm_weight, nb::handle y, int rule, nb::handle normalise, double scale,
+                double beta_factor, double eps, int threads) {
+  const Tensor tq(q, "q"), tk(k, "k"), tv(v, "v"), tb(b, "b"), ta(a, "a"), tg(g, "g"), wq(q_weight, "q_weight");
+  const Tensor wk(k_weight, "k_weight"), wv(v_weight, "v_weight"), conv(conv_state, "conv_state"), s(memory, "memory");
+  const Tensor rate(A_log, "A_log"), bias(dt_bias, "dt_bias"), norm(norm_weight, "norm_weight"), ty(y, "y");
+  check(rule >= 0 && rule < efla::kRuleCount, "unknown rule id");
+  check(bool(tb) == efla::kRules[rule].needs_beta && bool(ta) == efla::kRules[rule].needs_gate,
+        "b and a must be given where the rule takes beta and a gate, and only there");
+  check(bool(rate) == bool(bias), "A_log and dt_bias belong together");
+  efla::MixerStep p;
+  p.rule = Rule(rule), p.scale = scale, p.beta_factor = beta_factor, p.eps = eps;
+  const std::string which = normalised(normalise);
+  p.normalise_q = which.find('q') != std::string::npos, p.normalise_k = which.find('k') != std::string::npos;
+  p.dtype = tq.dimensions(3).dtype();
+  p.batch = s.dimensions(4).size(0), p.value_heads = s.size(1);
+  check(s.size(2) >= 1 && s.size(2) <= efla::kMaxWidth && s.size(3) >= 1 && s.size(3) <= efla::kMaxWidth,
+        "K and V must be between 1 and 256");
+  p.K = int(s.size(2)), p.V = int(s.size(3)), p.key_heads = tq.size(2) / p.K;
+  check(p.key_heads >= 1 && p.value_heads % p.key_heads == 0, "value heads must be a multiple of key heads");
+  const int64_t keys = p.key_heads * p.K, values = p.value_heads * p.V;
+  p.q = tq.rows({p.batch, 1, keys}, p.dtype), p.k = tk.rows({p.batch, 1, keys}, p.dtype);
+  p.v = tv.rows({p.batch, 1, values}, p.dtype), p.g = tg.rows({p.batch, 1, values}, p.dtype);
+  p.b = tb.rows({p.batch, 1, p.value_heads}, p.dtype), p.a = ta.rows({p.batch, 1, p.value_heads}, p.dtype);
+  if (wq) {
+    p.conv_width = int(wq.dimensions(3).size(2)), p.conv_channels = 2 * keys + values;
+    check(p.conv_width >= 2 && p.conv_width <= efla::kMaxConvWidth, "the convolution's width must be between 2 and 16");
+    p.q_weight = wq.dense({keys, 1, p.conv_width}, p.dtype), p.k_weight = wk.dense({keys, 1, p.conv_width}, p.dtype);
+    p.v_weight = wv.dense({values, 1, p.conv_width}, p.dtype);
+    p.conv_state = conv.writable({p.batch, p.conv_channels, p.conv_width - 1}, p.dtype);
+    check(p.k_weight && p.v_weight && p.conv_state, "the convolutions of q, k and v belong together");
+  }
+  p.memory = s.writable({p.batch, p.value_heads, p.K, p.V}, compute_type(p.dtype));
+  p.A_log = rate.dense({p.value_heads}, p.dtype), p.dt_bias = bias.dense({p.value_heads}, p.dtype);
+  p.norm_weight = norm.dimensions(1).dense({p.V}, p.dtype);
+  p.y = ty.dimensions(3).dense({p.batch, 1, values}, p.dtype);
+  nb::gil_scoped_release release;
+  efla::run_mixer_step(p, threads);
+}
+
 std::string build_info() {
   return std::string("compiler ") + EFLA_COMPILER + "; flags " + EFLA_FLAGS + "; C++ " + std::to_string(__cplusplus);
 }
@@ -321,7 +376,7 @@ NB_MODULE(_kernels, m) {
   m.doc() = "CPU kernels of the three-scalar recurrence and of the layers around it.";
   m.def("forward", &forward, t("q"), t("k"), t("v"), t("log_decay"), t("erase"), t("write"), t("log_gate"), t("beta"),
         t("initial_state"), t("cu_seqlens"), t("o"), t("final_state"), t("boundary_states"), nb::arg("rule"),
-        nb::arg("l2norm"), nb::arg("scale"), nb::arg("in_place"), nb::arg("check_domain"), nb::arg("threads"),
+        nb::arg("normalise"), nb::arg("scale"), nb::arg("in_place"), nb::arg("check_domain"), nb::arg("threads"),
         "Run the recurrence on log_decay, erase and write (rule -1), or on the log_gate and beta of a rule. "
         "in_place: the final state overwrites the initial one, unless check_domain finds inputs outside the rule's "
         "domain. "
@@ -329,7 +384,7 @@ NB_MODULE(_kernels, m) {
   m.def("backward", &backward, t("q"), t("k"), t("v"), t("log_decay"), t("erase"), t("write"), t("log_gate"), t("beta"),
         t("initial_state"), t("cu_seqlens"), t("boundary_states"), t("d_o"), t("d_final_state"), t("dq"), t("dk"),
         t("dv"), t("d_log_decay"), t("d_erase"), t("d_write"), t("d_log_gate"), t("d_beta"), t("d_initial_state"),
-        nb::arg("rule"), nb::arg("l2norm"), nb::arg("scale"), nb::arg("threads"),
+        nb::arg("rule"), nb::arg("normalise"), nb::arg("scale"), nb::arg("threads"),
         "Gradients of forward; returns the same status bits.");
   m.def(
       "boundary_count",
@@ -362,6 +417,11 @@ NB_MODULE(_kernels, m) {
         return efla::conv_parts(boundaries.integers(N + 1), N, T);
       },
       t("cu_seqlens"), nb::arg("N"), nb::arg("T"));
+  m.def("mixer_step", &mixer_step, t("q"), t("k"), t("v"), t("b"), t("a"), t("g"), t("q_weight"), t("k_weight"),
+        t("v_weight"), t("conv_state"), t("memory"), t("A_log"), t("dt_bias"), t("norm_weight"), t("y"),
+        nb::arg("rule"), nb::arg("normalise"), nb::arg("scale"), nb::arg("beta_factor"), nb::arg("eps"),
+        nb::arg("threads"),
+        "One decoded token of a linear-attention layer, between its products. Updates conv_state and memory in place.");
   m.def("simd_levels", &efla::simd_levels, "Instruction sets this CPU can run, best first.");
   m.def("active_simd", &efla::active_simd, "The instruction set in use; EFLA_SIMD forces one.");
   m.def("set_simd", &efla::set_simd, nb::arg("name"));

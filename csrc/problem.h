@@ -36,7 +36,7 @@ struct Strided {
 struct Problem {
   Dtype dtype = Dtype::float32;
   Rule rule = Rule::raw;
-  bool l2norm = false;
+  bool normalise_q = false, normalise_k = false;  // x / sqrt(x.x + 1e-6)
   double scale = 1.0;
   Strided q, k, v;
   Strided log_decay, erase, write;  // Rule::raw only; log_decay and erase may be null: zeros
@@ -92,6 +92,7 @@ struct Task {
 struct NormProblem;  // rows.h
 struct ConvProblem;
 struct GateProblem;
+struct MixerStep;
 
 // Entry points of one instruction set's build (kernels/entry_points.cpp).
 struct Kernels {
@@ -108,6 +109,7 @@ struct Kernels {
   void (*conv_backward)(const ConvProblem&, int64_t part);
   void (*gate_forward)(const GateProblem&, int64_t begin, int64_t end);  // elements
   void (*gate_backward)(const GateProblem&, int64_t begin, int64_t end);
+  void (*mixer_step)(const MixerStep&, int64_t index);  // sequence * key_heads + key head
 };
 
 extern const Kernels kernels_portable;

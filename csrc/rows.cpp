@@ -102,6 +102,13 @@ void run_gate_forward(const GateProblem& p, int threads) { run_gate<&Kernels::ga
 
 void run_gate_backward(const GateProblem& p, int threads) { run_gate<&Kernels::gate_backward>(p, threads); }
 
+void run_mixer_step(const MixerStep& p, int threads) {
+  const auto body = [](const Kernels& kernels, const void* problem, int64_t i) {
+    kernels.mixer_step(*static_cast<const MixerStep*>(problem), i);
+  };
+  run(&p, body, p.batch * p.key_heads, double(p.batch) * p.value_heads * p.K * p.V, threads);
+}
+
 void run_conv_forward(ConvProblem p, int threads) {
   check_conv(p);
   const std::vector<int64_t> offset = tile_offsets(p);

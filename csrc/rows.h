@@ -56,6 +56,27 @@ struct GateProblem {
   void* dup = nullptr;
 };
 
+// One decoded token of a linear-attention layer; see kernels/mixer_step.cpp. Inputs [B, 1, columns] have contiguous columns
+// and `batch` strides; parameters and states are dense. All but the memory have the element type.
+struct MixerStep {
+  Dtype dtype = Dtype::float32;
+  Rule rule = Rule::raw;
+  bool normalise_q = false, normalise_k = false;
+  double scale = 1, beta_factor = 1, eps = 0;
+  int64_t batch = 0, key_heads = 0, value_heads = 0;
+  int K = 0, V = 0;
+  int conv_width = 0;         // 0: no convolution
+  int64_t conv_channels = 0;  // 2 Hk K + Hv V
+  Strided q, k, v;
+  Strided b, a, g;  // of beta, the forget gate and the output gate; each may be null
+  const void *q_weight = nullptr, *k_weight = nullptr, *v_weight = nullptr;  // [C, W]
+  void* conv_state = nullptr;                                                // [B, conv_channels, W - 1], updated
+  void* memory = nullptr;                                                    // [B, Hv, K, V], updated
+  const void *A_log = nullptr, *dt_bias = nullptr;  // [Hv]; null: the gate is logsigmoid(a) / 16
+  const void* norm_weight = nullptr;                // [V]
+  void* y = nullptr;                                // [B, 1, Hv V]
+};
+
 constexpr int kMaxConvWidth = 16;
 
 // Throws std::invalid_argument unless sizes and cu_seqlens are consistent.
@@ -67,6 +88,7 @@ void run_conv_forward(ConvProblem p, int threads);
 void run_conv_backward(ConvProblem p, int threads);
 void run_gate_forward(const GateProblem& p, int threads);
 void run_gate_backward(const GateProblem& p, int threads);
+void run_mixer_step(const MixerStep& p, int threads);
 
 // Number of partial sums of the weights' gradients. Depends on the shape only.
 int64_t norm_parts(int64_t rows);

@@ -270,10 +270,10 @@ void backward_task(const Problem& p, const Plan& plan, const Task& task, void* m
       if (first_head) load_keys<E>(p, task, key_head, first, count, s.keys);
       backward_head<E>(out, s, first, count, head_of(i), first_head, s.d_states + i * state_size, prefetcher, status);
       for (int t = 0; last_head && t < count; ++t) {
-        if (p.l2norm) {
+        if (p.normalise_q)
           normalise_backward(s.dq + t * kRow<T>, s.keys.q + t * kRow<T>, s.keys.q_inverse[t], padded_K);
+        if (p.normalise_k)
           normalise_backward(s.dk + t * kRow<T>, s.keys.k + t * kRow<T>, s.keys.k_inverse[t], padded_K);
-        }
         out.key_row(p.dq, plan.dq_parts, first + t, key_head, s.dq + t * kRow<T>);
         out.key_row(p.dk, plan.dk_parts, first + t, key_head, s.dk + t * kRow<T>);
       }

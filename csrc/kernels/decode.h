@@ -26,10 +26,8 @@ inline void decode_keys(const Problem& p, const Task& task, int64_t key_head, De
   for (int t = 0; t < int(task.length); ++t) {
     load_row(at<const E>(p.k, task.batch, task.first_token + t, key_head), p.K, d.k[t], padded);
     load_row(at<const E>(p.q, task.batch, task.first_token + t, key_head), p.K, d.q[t], padded);
-    if (p.l2norm) {
-      normalise_row<T>(d.k[t], padded);
-      normalise_row<T>(d.q[t], padded);
-    }
+    if (p.normalise_k) normalise_row<T>(d.k[t], padded);
+    if (p.normalise_q) normalise_row<T>(d.q[t], padded);
     if (facts(p.rule).uses_norm) d.lam[t] = row_dot<T>(d.k[t], d.k[t], padded);
     d.qk[t] = row_dot<T>(d.q[t], d.k[t], padded);
   }

@@ -109,10 +109,8 @@ inline void load_keys(const Problem& p, const Task& task, int64_t key_head, int6
     int64_t token = task.first_token + first + t;
     load_row(at<const E>(p.k, task.batch, token, key_head), p.K, k, padded);
     load_row(at<const E>(p.q, task.batch, token, key_head), p.K, q, padded);
-    if (p.l2norm) {
-      tile.k_inverse[t] = normalise_row(k, padded);
-      tile.q_inverse[t] = normalise_row(q, padded);
-    }
+    if (p.normalise_k) tile.k_inverse[t] = normalise_row(k, padded);
+    if (p.normalise_q) tile.q_inverse[t] = normalise_row(q, padded);
   }
   for (int t = 0; t < rows; t += kBlock) block_products<T>(tile, t, padded);
   for (int t = 0; t < rows; t += kLanes<T>) store(tile.lam + t, load(tile.kk[0] + t));

@@ -171,10 +171,10 @@ double dot(const Row& a, const Row& b) {
   return s;
 }
 
-Row key_row(const Tensor& x, int64_t b, int64_t t, int64_t h, bool l2norm, double& inverse) {
+Row key_row(const Tensor& x, int64_t b, int64_t t, int64_t h, bool normalise, double& inverse) {
   Row r(size_t(x.W));
   for (int64_t i = 0; i < x.W; ++i) r[i] = x.at(b, t, h, i);
-  inverse = l2norm ? 1 / std::sqrt(dot(r, r) + 1e-6) : 1;
+  inverse = normalise ? 1 / std::sqrt(dot(r, r) + 1e-6) : 1;
   for (double& y : r) y *= inverse;
   return r;
 }
@@ -189,8 +189,8 @@ void naive(const Case& c, int64_t n, int64_t h, Reference& r) {
   if (c.has_initial) std::copy_n(c.initial.begin() + base, K * V, S[0].begin());
   for (int64_t t = 0; t < length; ++t) {
     const int64_t at = begin + t;
-    q[t] = key_row(c.q, b, at, kh, p.l2norm, qi[t]);
-    k[t] = key_row(c.k, b, at, kh, p.l2norm, ki[t]);
+    q[t] = key_row(c.q, b, at, kh, p.normalise_q, qi[t]);
+    k[t] = key_row(c.k, b, at, kh, p.normalise_k, ki[t]);
     double in[3] = {c.c0.at(b, at, h), c.c1.at(b, at, h), c.c2.at(b, at, h)}, out[3] = {in[0], in[1], in[2]};
     if (p.rule != Rule::raw) coefficients(p.rule, in[1], dot(k[t], k[t]), in[0], out);
     ld[t] = out[0], e[t] = out[1], w[t] = out[2];
@@ -252,8 +252,8 @@ void naive(const Case& c, int64_t n, int64_t h, Reference& r) {
     r.d0[row] = d[0], r.d1[row] = d[1], r.d2[row] = d[2];
     const double qd = dot(q[t], dq), kd = dot(k[t], dk);
     for (int64_t j = 0; j < K; ++j) {
-      r.dq[key + j] += p.l2norm ? qi[t] * (dq[j] - q[t][j] * qd) : dq[j];
-      r.dk[key + j] += p.l2norm ? ki[t] * (dk[j] - k[t][j] * kd) : dk[j];
+      r.dq[key + j] += p.normalise_q ? qi[t] * (dq[j] - q[t][j] * qd) : dq[j];
+      r.dk[key + j] += p.normalise_k ? ki[t] * (dk[j] - k[t][j] * kd) : dk[j];
     }
   }
   std::copy_n(dS.begin(), K * V, r.d_initial.begin() + base);
@@ -275,7 +275,7 @@ Case make_case() {
   }
   Problem p;
   p.dtype = dtype, p.rule = Rule(pick(-1, kRuleCount - 1));
-  p.l2norm = pick(0, 1) && K > 1;  // K = 1: the gradient is rounding only
+  p.normalise_q = pick(0, 1) && K > 1, p.normalise_k = pick(0, 1) && K > 1;  // K = 1: the gradient is rounding only
   p.scale = 0.3 + uniform();
   p.batch = B, p.tokens = T, p.sequences = N, p.key_heads = Hk, p.value_heads = Hv, p.K = int(K), p.V = int(V);
   p.threads = int(pick(1, 2));
@@ -304,9 +304,9 @@ Case make_case() {
   for (double& x : c.d_final) x = float(normal());
   char text[256];
   std::snprintf(text, sizeof text,
-                "dtype %d rule %d l2norm %d B %ld T %ld N %ld Hk %ld Hv %ld K %ld V %ld packed %d threads %d",
-                int(dtype), int(p.rule), p.l2norm, long(B), long(T), long(N), long(Hk), long(Hv), long(K), long(V),
-                !cu.empty(), p.threads);
+                "dtype %d rule %d normalise %d %d B %ld T %ld N %ld Hk %ld Hv %ld K %ld V %ld packed %d threads %d",
+                int(dtype), int(p.rule), p.normalise_q, p.normalise_k, long(B), long(T), long(N), long(Hk), long(Hv),
+                long(K), long(V), !cu.empty(), p.threads);
   c.name = text;
   return c;
 }

@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -74,14 +74,14 @@ class ScanInputs:
     log_gate: Tensor | None
     initial_state: Tensor | None
     cu_seqlens: Tensor | None
-    qk_l2norm: bool = False
+    qk_l2norm: bool | Literal["q", "k"] = False
 
     def __str__(self) -> str:
         """The rule and the shape of the call, for error messages."""
         parts = [f"rule {self.rule!r}", f"k {list(self.k.shape)}", f"v {list(self.v.shape)}", str(self.k.dtype)]
         if self.cu_seqlens is not None:
             parts.append(f"cu_seqlens {self.cu_seqlens.tolist()}")
-        parts += ["initial_state"] * (self.initial_state is not None) + ["qk_l2norm"] * self.qk_l2norm
+        parts += ["initial_state"] * (self.initial_state is not None) + ["qk_l2norm"] * bool(self.qk_l2norm)
         return ", ".join(parts)
 
     def tensors(self) -> dict[str, Tensor]:
@@ -125,7 +125,7 @@ def make_inputs(
     value_dim: int = 16,
     packed: Sequence[int] | None = None,
     initial_state: bool = False,
-    qk_l2norm: bool = False,
+    qk_l2norm: bool | Literal["q", "k"] = False,
     dtype: torch.dtype = torch.float32,
     device: str = "cpu",
     seed: int = 0,
@@ -363,8 +363,8 @@ def low_precision_reference(inputs: ScanInputs) -> tuple[Tensor, Tensor]:
     """
     dtype, repeats = inputs.v.dtype, inputs.v.shape[2] // inputs.k.shape[2]
     q, k, v = inputs.q.float(), inputs.k.float(), inputs.v.float()
-    if inputs.qk_l2norm:
-        q, k = l2_normalize(q), l2_normalize(k)
+    q = l2_normalize(q) if inputs.qk_l2norm in (True, "q") else q
+    k = l2_normalize(k) if inputs.qk_l2norm in (True, "k") else k
     lam = (k.double() ** 2).sum(-1).repeat_interleave(repeats, 2)
     beta, log_gate = (None if x is None else x.double() for x in (inputs.beta, inputs.log_gate))
     rule = rules.get(inputs.rule)

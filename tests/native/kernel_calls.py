@@ -113,7 +113,7 @@ def forward(s: Sizes) -> tuple:
     inputs = _scan(s)
     rule = kernels.rule_codes["gated_delta"]
     results = torch.empty_like(inputs[2]), torch.empty_like(inputs[8]), _boundary_states(s)
-    return *inputs, *results, rule, False, 0.5, False, True, 1
+    return *inputs, *results, rule, "", 0.5, False, True, 1
 
 
 def backward(s: Sizes) -> tuple:
@@ -122,13 +122,26 @@ def backward(s: Sizes) -> tuple:
     d_q, d_k, d_v, d_log_gate, d_beta = (torch.empty_like(x) for x in (q, k, v, log_gate, beta))
     gradients = d_q, d_k, d_v, None, None, None, d_log_gate, d_beta
     rule = kernels.rule_codes["gated_delta"]
-    return *inputs, *given, *gradients, torch.empty_like(state), rule, False, 0.5, 1
+    return *inputs, *given, *gradients, torch.empty_like(state), rule, "qk", 0.5, 1
+
+
+def mixer_step(s: Sizes, width: int = 4) -> tuple:
+    heads = s.key_heads * s.group
+    keys, values = s.key_heads * s.key_dim, heads * s.value_dim
+    q, k, v, b, a, g = (torch.randn(s.batch, 1, n).to(s.dtype) for n in (keys, keys, values, heads, heads, values))
+    weights = [torch.randn(n, 1, width).to(s.dtype) for n in (keys, keys, values)]
+    conv_state = torch.randn(s.batch, 2 * keys + values, width - 1).to(s.dtype)
+    memory = torch.randn(s.batch, heads, s.key_dim, s.value_dim, dtype=s.wide)
+    parameters = [torch.randn(n).to(s.dtype) for n in (heads, heads, s.value_dim)]
+    settings = kernels.rule_codes["gated_efla"], "q", 0.5, 1.0, 1e-6, 1
+    return q, k, v, b, a, g, *weights, conv_state, memory, *parameters, torch.empty_like(v), *settings
 
 
 KERNELS = {
     f.__name__: f
     for f in (
         norm_forward, norm_backward, conv_forward, conv_backward, gate_forward, gate_backward, forward, backward,
+        mixer_step,
     )
 }  # fmt: skip
 

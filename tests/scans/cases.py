@@ -71,4 +71,6 @@ SHAPES = {
     "wide_values": {"length": 70, "key_dim": 8, "value_dim": 24},
     "odd_widths": {"length": 33, "key_dim": 5, "value_dim": 3, "key_heads": 1, "value_heads": 1},
     "l2_norm": {"length": 70, "qk_l2norm": True},
+    "l2_norm_of_q": {"length": 70, "qk_l2norm": "q"},
+    "l2_norm_of_k": {"length": 5, "qk_l2norm": "k", "initial_state": True},
 }

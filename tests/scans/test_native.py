@@ -113,7 +113,7 @@ def test_values_outside_a_rules_domain_are_noticed_by_the_kernels():
 def test_the_fused_operator_passes_opcheck(packed):
     inputs = make_inputs("gated_efla", length=70, packed=packed, initial_state=True)
     leaves = [x.requires_grad_() for x in inputs.tensors().values()]
-    torch.library.opcheck(fused_op, (*leaves, inputs.cu_seqlens, 0.5, "gated_efla", True, True))
+    torch.library.opcheck(fused_op, (*leaves, inputs.cu_seqlens, 0.5, "gated_efla", "qk", True))
 
 
 def test_a_rule_of_ones_own_runs_on_the_kernels_too():

@@ -40,7 +40,7 @@ BAD = {
     "chunk of 17": (dict(chunk_size=17), r"chunk_size must be one of .*, got 17"),
     "scale of nan": (dict(scale=float("nan")), r"scale must be a finite number, got nan; leave it out"),
     "infinite scale": (dict(scale=float("inf")), r"scale must be a finite number, got inf"),
-    "norm by name": (dict(qk_l2norm="x"), r"qk_l2norm must be True or False, got 'x'"),
+    "norm by name": (dict(qk_l2norm="x"), r"qk_l2norm must be True, False, 'q' or 'k', got 'x'"),
     "rule by position": (dict(log_gate="efla"), r"log_gate must be a torch.Tensor, got str; write rule='efla'"),
     "state by position": (dict(beta=[0.5]), r"beta must be a torch.Tensor, got list"),
     "state of another kind": (dict(initial_state=0), r"initial_state must be a torch.Tensor, got int"),

@@ -5,7 +5,7 @@ Shapes: B batch, T tokens, Hk and H key and value heads, K and V widths per head
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple, cast
+from typing import Literal, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -14,9 +14,10 @@ from torch.nn import functional
 import efla.scans.api as scans
 from efla import rules
 from efla.errors import unknown_name
-from efla.layers.blocks import RMSNorm
+from efla.layers.blocks import RMSNorm, has_hooks
 from efla.layers.short_conv import SequenceNeighbours, ShortConvolution
-from efla.scans.keys import l2_normalize
+from efla.native import rows
+from efla.scans.backends import native
 
 GATES = ("mamba", "logsigmoid")
 
@@ -87,6 +88,9 @@ class LinearAttention(nn.Module):
         self.value_head_dim = head_dim if value_head_dim is None else value_head_dim
         self.key_norm = not self.rule.contractive if key_norm is None else key_norm
         self.query_norm = query_norm
+        self._normalised: bool | Literal["q", "k"] = (
+            query_norm if query_norm == self.key_norm else "q" if query_norm else "k"
+        )
         self.gate = gate
         self.allow_neg_eigval = allow_neg_eigval
         self.backend = backend
@@ -132,13 +136,19 @@ class LinearAttention(nn.Module):
         cu_seqlens: Tensor | None = None,
         state: MixerState | None = None,
         output_state: bool = False,
+        inplace_state: bool = False,
     ) -> tuple[Tensor, MixerState | None]:
         """Mix the tokens of x and, if asked, return the state after them.
 
         mask: [B, T], false at padding, which never changes real tokens.
         cu_seqlens: [N + 1] boundaries of sequences in the flattened [B * T] axis, including each row's start.
+        inplace_state: the new state may overwrite ``state``, which saves copies in decoding; not with gradients.
         """
         shape = x.shape
+        if inplace_state and output_state and mask is None and cu_seqlens is None:
+            y = self._decode(x, state)
+            if y is not None:
+                return y, state
         if cu_seqlens is not None:
             x = x.reshape(1, -1, shape[-1])
         q, k, v, conv_state = self._queries_keys_values(x, mask, cu_seqlens, state, output_state)
@@ -148,10 +158,6 @@ class LinearAttention(nn.Module):
             padding = ~mask.bool()
             k = k.masked_fill(padding[..., None, None], 0)
             beta, log_gate = (None if s is None else s.masked_fill(padding[..., None], 0) for s in (beta, log_gate))
-        if self.query_norm and not self.key_norm:
-            q = l2_normalize(q.to(torch.promote_types(q.dtype, torch.float32))).to(v.dtype)
-        if self.key_norm and not self.query_norm:
-            k = l2_normalize(k.to(torch.promote_types(k.dtype, torch.float32))).to(v.dtype)
         attend = self.sequence.attend if self.sequence and self.sequence.active else scans.linear_attention
         o, memory = attend(
             q,
@@ -163,16 +169,59 @@ class LinearAttention(nn.Module):
             initial_state=None if state is None else state.memory,
             output_final_state=output_state,
             cu_seqlens=cu_seqlens,
-            qk_l2norm=self.query_norm and self.key_norm,
+            qk_l2norm=self._normalised,
             chunk_size=self.chunk_size,
             backend=self.backend,
+            **({"inplace_state": True} if inplace_state else {}),
         )
         o = self.o_norm(o)
         if self.g_proj is not None:
             o = o * functional.silu(self.g_proj(x)).view_as(o)
-        y: Tensor = self.o_proj(o.flatten(2))
+        y = self.o_proj(o.flatten(2))
         new_state = MixerState(conv_state, cast(Tensor, memory)) if output_state else None
         return y.view(shape), new_state
+
+    def _decode(self, x: Tensor, state: MixerState | None) -> Tensor | None:
+        """One token after ``state``, which is updated in place, with one kernel between the products.
+
+        ``None`` where the kernel does not apply: with gradients or autocast, on other devices, or if a module between the
+        products was replaced or has hooks.
+        """
+        convs = (self.q_conv, self.k_conv, self.v_conv)
+        weights = [None if conv is None else conv.weight for conv in convs]
+        gate = [getattr(self, "A_log", None), getattr(self, "dt_bias", None)]
+        if (
+            state is None
+            or torch.is_grad_enabled()
+            or torch.is_autocast_enabled("cpu")
+            or self.backend not in ("auto", "native")
+            or not native.fuses(self.rule)
+            or max(self.head_dim, self.value_head_dim) > native.MAX_WIDTH
+            or (self.sequence is not None and self.sequence.active)
+            or not rows.kernels_take(x, state.memory, state.conv)
+            or x.shape[1] != 1
+            or type(self.o_norm) is not RMSNorm
+            or has_hooks(self.o_norm)
+            or any(conv is not None and (type(conv) is not ShortConvolution or has_hooks(conv)) for conv in convs)
+        ):
+            return None
+        conv_state = None if self.q_conv is None else state.conv
+        tensors = (*weights, conv_state, *gate, self.o_norm.weight)
+        if (
+            any(tensor is not None and tensor.dtype != x.dtype for tensor in tensors)
+            or state.memory.dtype != rows.wider(x)
+            or not (state.memory.is_contiguous() and (conv_state is None or conv_state.is_contiguous()))
+        ):
+            return None
+        projections = (self.q_proj, self.k_proj, self.v_proj, self.b_proj, self.a_proj, self.g_proj)
+        projected = [None if proj is None else proj(x).to(x.dtype) for proj in projections]
+        o = torch.empty((*x.shape[:2], self.num_heads * self.value_head_dim), dtype=x.dtype)
+        native.mixer_step(
+            *projected, *weights, conv_state, state.memory, *gate, self.o_norm.weight, o, self.rule, self._normalised,
+            self.head_dim**-0.5, 2.0 if self.allow_neg_eigval else 1.0, self.o_norm.eps,
+        )  # fmt: skip
+        y: Tensor = self.o_proj(o)
+        return y
 
     def _queries_keys_values(
         self, x: Tensor, mask: Tensor | None, cu_seqlens: Tensor | None, state: MixerState | None, output_state: bool

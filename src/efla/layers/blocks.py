@@ -6,6 +6,11 @@ from torch import Tensor, nn
 from efla.native import rows
 
 
+def has_hooks(module: nn.Module) -> bool:
+    """Whether calling the module runs more than its forward."""
+    return bool(module._forward_hooks or module._forward_pre_hooks)
+
+
 class RMSNorm(nn.Module):
     """Divides by the root mean square over the last axis.
 

@@ -39,8 +39,10 @@ def read_state(cache: Cache | None, layer_idx: int, batch_size: int) -> MixerSta
 def write_state(cache: Cache, layer_idx: int, state: MixerState) -> None:
     """Put a layer's state into the cache. A layer without convolutions writes one zero: the cache expects a state."""
     conv = state.memory.new_zeros(state.memory.shape[0], 1, 1) if state.conv is None else state.conv
-    cache.update_conv_state(conv, layer_idx)
-    cache.update_recurrent_state(state.memory, layer_idx)
+    if cache.get_conv_state(layer_idx) is not conv:
+        cache.update_conv_state(conv, layer_idx)
+    if cache.get_recurrent_state(layer_idx) is not state.memory:  # else it was updated in place
+        cache.update_recurrent_state(state.memory, layer_idx)
 
 
 def seen_tokens(cache: Cache | None) -> int:

@@ -110,8 +110,9 @@ class EflaBlock(GradientCheckpointingLayer):  # type: ignore[misc]
             )
         else:
             state = caches.read_state(past_key_values, self.layer_idx, x.shape[0])
+            in_place = {"inplace_state": True} if isinstance(self.mixer, LinearAttention) and state is not None else {}
             y, state = self.mixer(
-                x, mask=mask, cu_seqlens=cu_seqlens, state=state, output_state=past_key_values is not None
+                x, mask=mask, cu_seqlens=cu_seqlens, state=state, output_state=past_key_values is not None, **in_place
             )
             if past_key_values is not None and state is not None:
                 caches.write_state(past_key_values, self.layer_idx, state)

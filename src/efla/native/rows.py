@@ -38,6 +38,11 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """weight * x / sqrt(mean(x^2) + eps) over the last axis; x: [..., D], weight: [D]."""
     if x.shape[-1:] != weight.shape:
         raise ValueError(f"x must have rows of width {weight.shape[0]}, as the norm's weight, got {list(x.shape)}")
+    if not torch.is_grad_enabled() and kernels_take(x, weight):
+        rows = _rows(x)
+        y = torch.empty_like(rows)
+        kernels.norm_forward(rows, _gain(weight, x), y, 1 / x.shape[-1], eps, torch.get_num_threads())
+        return y.view(x.shape)
     if not _kernels_take(x, weight):
         wide = wider(x)
         return functional.rms_norm(x.to(wide), (x.shape[-1],), weight.to(wide), eps).to(x.dtype)
@@ -63,7 +68,13 @@ def causal_conv(
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     """silu(gate) * up, element by element; gate, up: [..., D]."""
-    if gate.shape != up.shape or gate.dtype != up.dtype or not _kernels_take(gate, up):
+    if gate.shape != up.shape or gate.dtype != up.dtype:
+        return _torch_swiglu(gate, up)
+    if not torch.is_grad_enabled() and kernels_take(gate, up):
+        y = torch.empty(gate.shape, dtype=gate.dtype)
+        kernels.gate_forward(_flat(gate), _flat(up), y.view(-1), torch.get_num_threads())
+        return y
+    if not _kernels_take(gate, up):
         return _torch_swiglu(gate, up)
     return _apply(_Gate, gate, up)
 
@@ -73,19 +84,23 @@ def wider(x: Tensor) -> torch.dtype:
     return torch.promote_types(x.dtype, torch.float32)
 
 
-def _kernels_take(x: Tensor, *others: Tensor | None) -> bool:
+def kernels_take(x: Tensor, *others: Tensor | None) -> bool:
+    """Whether the kernels apply: built, plain CPU tensors, and no compiler, transform or tracer that must see the call."""
     return (
         kernels is not None
         and not torch.compiler.is_compiling()
         and not _switched_off.get()
         and x.device.type == "cpu"
         and x.dtype in DTYPES
-        and x.numel() >= _SMALL
         and all(t is None or type(t) in (Tensor, nn.Parameter) for t in (x, *others))
         and not torch._C._len_torch_dispatch_stack()
         and not torch._C._are_functorch_transforms_active()
         and not forward_mode()
     )
+
+
+def _kernels_take(x: Tensor, *others: Tensor | None) -> bool:
+    return kernels_take(x, *others) and x.numel() >= _SMALL
 
 
 def _apply(function: type[torch.autograd.Function], *arguments: Any) -> Tensor:

@@ -1,5 +1,7 @@
 """The two public operations: validate, compute the rule's scalars, choose a backend, run."""
 
+from typing import Literal
+
 import torch
 from torch import Tensor
 from torch.compiler import is_dynamo_compiling
@@ -26,7 +28,7 @@ def linear_attention(
     initial_state: Tensor | None = None,
     output_final_state: bool = False,
     cu_seqlens: Tensor | None = None,
-    qk_l2norm: bool = False,
+    qk_l2norm: bool | Literal["q", "k"] = False,
     chunk_size: int = 64,
     backend: str = "auto",
     inplace_state: bool = False,
@@ -40,7 +42,8 @@ def linear_attention(
 
     scale: default K**-0.5. initial_state: [N, Hv, K, V], float32 or wider, zero if absent.
     cu_seqlens: [N + 1] boundaries of N sequences packed into one row (B = 1).
-    qk_l2norm: q / sqrt(q.q + 1e-6) and k likewise, inside the call. backend: see :func:`efla.backends`.
+    qk_l2norm: q / sqrt(q.q + 1e-6) and k likewise, inside the call; "q" or "k" normalises one of them.
+    backend: see :func:`efla.backends`.
     inplace_state: the final state may overwrite initial_state, which saves a copy per decoded token; not with gradients.
     """
     if cu_seqlens is None and backend in _TRY_NATIVE and chunk_size in CHUNK_SIZES and not is_dynamo_compiling():
@@ -69,7 +72,7 @@ def linear_attention(
             rule=update_rule.name,
             beta=beta if beta is None or beta.dtype == dtype else beta.to(dtype),
             log_gate=log_gate if log_gate is None or log_gate.dtype == dtype else log_gate.to(dtype),
-            qk_l2norm=qk_l2norm,
+            normalise=_NORMALISED[qk_l2norm],
             scale=scale,
             initial_state=initial_state,
             cu_seqlens=cu_seqlens,
@@ -78,10 +81,12 @@ def linear_attention(
         return result.o, result.final_state if output_final_state else None
     with without_autocast(k):
         if chosen.name == "fla" and k.numel() and not torch.compiler.is_compiling():
-            q, k, lam = fla.prepare_keys(q, k, qk_l2norm)
+            q, k, lam = fla.prepare_keys(q, k, _NORMALISED[qk_l2norm])
         else:
-            if qk_l2norm:
-                q, k = l2_normalize(q.to(dtype)), l2_normalize(k.to(dtype))
+            if "q" in _NORMALISED[qk_l2norm]:
+                q = l2_normalize(q.to(dtype))
+            if "k" in _NORMALISED[qk_l2norm]:
+                k = l2_normalize(k.to(dtype))
             lam = squared_norm(k.to(dtype))
         lam = lam.repeat_interleave(v.shape[2] // k.shape[2], 2)
         log_decay, erase, write = _step_coefficients(update_rule, lam, beta, log_gate, dtype)
@@ -151,6 +156,7 @@ def scan(
 
 
 _TRY_NATIVE = ("auto", "native")
+_NORMALISED: dict[bool | str, str] = {False: "", True: "qk", "q": "q", "k": "k"}
 _announced: str | None = None
 
 

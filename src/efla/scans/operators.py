@@ -30,7 +30,7 @@ _SCAN_FIELDS = (
 )
 _FUSED_FIELDS = (
     *("q", "k", "v", "beta", "log_gate", "initial_state"),
-    *("cu_seqlens", "scale", "rule", "qk_l2norm"),
+    *("cu_seqlens", "scale", "rule", "normalise"),
 )
 
 
@@ -165,11 +165,11 @@ def fused_op(
     cu_seqlens: Tensor | None,
     scale: float,
     rule: str,
-    qk_l2norm: bool,
+    normalise: str,
     save: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(o, final_state, saved) of linear attention by ``rule``; ``saved`` is empty unless ``save``."""
-    request = _fused_request(q, k, v, beta, log_gate, initial_state, cu_seqlens, scale, rule, qk_l2norm)
+    request = _fused_request(q, k, v, beta, log_gate, initial_state, cu_seqlens, scale, rule, normalise)
     result, status = native.fused_forward(request, save)
     check_status(status, request)
     return result.o, result.final_state, result.saved
@@ -196,10 +196,10 @@ def fused_backward_op(
     grad_final_state: Tensor | None,
     scale: float,
     rule: str,
-    qk_l2norm: bool,
+    normalise: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Gradients of q, k, v, beta, log_gate, initial_state; empty for those that were ``None``."""
-    request = _fused_request(q, k, v, beta, log_gate, initial_state, cu_seqlens, scale, rule, qk_l2norm)
+    request = _fused_request(q, k, v, beta, log_gate, initial_state, cu_seqlens, scale, rule, normalise)
     grads = native.fused_backward(request, saved, grad_o, grad_final_state)
     return empty_for_none(grads, k)
 
@@ -216,7 +216,7 @@ def run_fused(request: FusedRequest, *, in_place: bool = False) -> ScanResult:
         if status:
             check_status(status, request)
         return result
-    return ScanResult(*fused_op(*tensors, request.cu_seqlens, request.scale, request.rule, request.qk_l2norm, save))
+    return ScanResult(*fused_op(*tensors, request.cu_seqlens, request.scale, request.rule, request.normalise, save))
 
 
 def check_status(status: int, request: FusedRequest) -> None:

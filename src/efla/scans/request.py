@@ -63,7 +63,7 @@ class FusedRequest(_Request):
     rule: str
     beta: Tensor | None
     log_gate: Tensor | None
-    qk_l2norm: bool
+    normalise: str  # of q and k, those divided by their norm: "", "q", "k" or "qk"
 
 
 class ScanResult(NamedTuple):

@@ -157,12 +157,12 @@ def check_call(
     cu_seqlens: Tensor | None,
     scale: float | None,
     chunk_size: int,
-    qk_l2norm: bool = False,
+    qk_l2norm: object = False,
 ) -> None:
     if scale is not None and has_values(k) and not math.isfinite(scale):
         raise ValueError(f"scale must be a finite number, got {scale}; leave it out for K**-0.5")
-    if not isinstance(qk_l2norm, bool):
-        raise TypeError(f"qk_l2norm must be True or False, got {qk_l2norm!r}")
+    if not isinstance(qk_l2norm, bool) and qk_l2norm not in ("q", "k"):
+        raise TypeError(f"qk_l2norm must be True, False, 'q' or 'k', got {qk_l2norm!r}")
     num_sequences = k.shape[0]
     if cu_seqlens is not None:
         num_sequences = _check_cu_seqlens(cu_seqlens, k)

@@ -90,7 +90,7 @@ class SequenceGroup:
         initial_state: Tensor | None = None,
         output_final_state: bool = False,
         cu_seqlens: Tensor | None = None,
-        qk_l2norm: bool = False,
+        qk_l2norm: bool | str = False,
         **options: Any,
     ) -> tuple[Tensor, None]:
         """:func:`efla.linear_attention` over whole rows; q, k, v, beta and log_gate are this rank's part of them."""
@@ -130,7 +130,7 @@ def _affine_map(
         _, addition = scans.linear_attention(q, k, v, beta, log_gate, output_final_state=True, **arguments)
         if not rule.has_decay:
             return v.new_ones(B, H, 1, 1, dtype=dtype), cast(Tensor, addition)
-        keys = l2_normalize(k.to(dtype)) if arguments["qk_l2norm"] else k.to(dtype)
+        keys = l2_normalize(k.to(dtype)) if arguments["qk_l2norm"] in (True, "k") else k.to(dtype)
         lam = squared_norm(keys).repeat_interleave(H // k.shape[2], 2)
         wide = [None if x is None else x.to(lam.dtype) for x in (beta, log_gate)]
         log_decay = rule.coefficients(wide[0], lam, wide[1]).log_decay.sum(1)

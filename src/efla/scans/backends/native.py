@@ -5,7 +5,7 @@ the normalisation of keys. csrc/README.md is the map of the C++ code; csrc/tenso
 """
 
 from collections.abc import Callable, Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -121,11 +121,11 @@ def _inputs(request: ScanRequest | FusedRequest) -> _Inputs:
     return _Inputs._make((q, k, v, *scalars, initial_state, cu_seqlens))
 
 
-def _settings(request: ScanRequest | FusedRequest) -> tuple[int, bool, float]:
-    """The rule's code, whether keys are normalised inside, and the scale."""
+def _settings(request: ScanRequest | FusedRequest) -> tuple[int, str, float]:
+    """The rule's code, which of q and k the kernels normalise, and the scale."""
     if isinstance(request, FusedRequest):
-        return _RULE_CODES[request.rule], request.qk_l2norm, request.scale
-    return _RAW, False, request.scale
+        return _RULE_CODES[request.rule], request.normalise, request.scale
+    return _RAW, "", request.scale
 
 
 def _forward(request: ScanRequest | FusedRequest, save: bool, in_place: bool = False) -> tuple[ScanResult, int]:
@@ -178,6 +178,17 @@ def _rows(x: Tensor) -> Tensor:
 
 def _round_up(size: int, multiple: int) -> int:
     return (size + multiple - 1) // multiple * multiple
+
+
+def mixer_step(*arguments: Any) -> None:
+    """One decoded token of a linear-attention layer, between its products; see ``LinearAttention._decode``.
+
+    Updates conv_state and memory in place. Arguments: q, k, v, b, a, g, q_weight, k_weight, v_weight, conv_state, memory,
+    A_log, dt_bias, norm_weight, y, rule, qk_l2norm, scale, beta_factor, eps.
+    """
+    *tensors, rule, qk_l2norm, scale, beta_factor, eps = arguments
+    kernels.mixer_step(*tensors, _RULE_CODES[rule.name], qk_l2norm, scale, beta_factor, eps, torch.get_num_threads())
+    increment_version([x for x in tensors[9:11] if x is not None])
 
 
 def simd_level() -> str:

@@ -104,17 +104,15 @@ def arguments(request: ScanRequest, operation: Operation) -> dict[str, Any]:
     return {"q": q, "k": k, "v": v, "p": scale_rows(k, erase), "g": decay, "beta": torch.ones_like(write)}
 
 
-def prepare_keys(q: Tensor, k: Tensor, qk_l2norm: bool) -> tuple[Tensor, Tensor, Tensor]:
+def prepare_keys(q: Tensor, k: Tensor, normalise: str) -> tuple[Tensor, Tensor, Tensor]:
     """q and k, normalised if asked for, in their dtype, and k.k: one pass over each, where torch takes several.
 
     q, k: [B, T, Hk, K]; k.k: [B, T, Hk] in float64, of the keys before they are rounded.
     """
     from efla.scans.backends.fla import rows
 
-    if not qk_l2norm:
-        return q, k, rows.squared_norm(k)
-    k, lam = rows.l2_normalize(k)
-    return rows.l2_normalize(q)[0], k, lam
+    k, lam = rows.l2_normalize(k) if "k" in normalise else (k, rows.squared_norm(k))
+    return (rows.l2_normalize(q)[0] if "q" in normalise else q), k, lam
 
 
 def _load_scale_rows() -> Callable[[Tensor, Tensor], Tensor]:
