@@ -19,7 +19,9 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-VOLATILE = re.compile(r"seconds|per_second|wall|versions|commit|machine|memory|time|date|host|started|finished|eta")
+VOLATILE = re.compile(
+    r"seconds|timing|per_second|wall|versions|commit|machine|memory|time|date|host|started|finished|eta"
+)
 
 # name -> arguments of `efla`; "{out}" is the folder of the fingerprint.
 COMMANDS = {
