@@ -10,7 +10,7 @@ from efla.runs.statistics import Rows, Spread, judge, level_mean, spread
 
 
 def test_the_spread_is_the_standard_deviation_over_seeds() -> None:
-    assert spread([1.0, 2.0, 3.0]) == Spread(2.0, 1.0, 3)
+    assert spread([1.0, 2.0, 3.0]) == Spread(2.0, 1.0, 3, (1.0, 2.0, 3.0))
     assert spread([1.0]).text() == "1.0"
     assert spread([0.5, 0.7]).text(100) == "60.0 ± 14.1"
     assert spread([1.0, math.nan]).text() == "not finite"

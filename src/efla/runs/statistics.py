@@ -17,6 +17,8 @@ class Spread(NamedTuple):
     mean: float
     std: float
     n: int
+    values: tuple[float, ...] = ()
+    """The value of each seed, not-a-number for one that diverged."""
 
     def text(self, unit: float = 1.0, digits: int = 1) -> str:
         """``81.2 ± 0.4``; one seed has no ±."""
@@ -35,10 +37,11 @@ class Spread(NamedTuple):
 
 def spread(values: Iterable[float]) -> Spread:
     """Mean and standard deviation of the values; both are not-a-number if a value is not finite."""
-    array = np.asarray(list(values), dtype=np.float64)
+    each = tuple(values)
+    array = np.asarray(each, dtype=np.float64)
     if len(array) == 0 or not np.isfinite(array).all():
-        return Spread(math.nan, math.nan, len(array))
-    return Spread(float(array.mean()), float(array.std(ddof=1)) if len(array) > 1 else math.nan, len(array))
+        return Spread(math.nan, math.nan, len(array), each)
+    return Spread(float(array.mean()), float(array.std(ddof=1)) if len(array) > 1 else math.nan, len(array), each)
 
 
 Curve = tuple[list[Any], list[Spread]]
