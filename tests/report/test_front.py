@@ -35,7 +35,7 @@ def section(*claims: Claim, key: str = "lm") -> Section:
 
 def test_a_line_takes_the_first_comparisons_verdict_and_counts_the_others() -> None:
     claims = [
-        Claim("a", "S", f"pair {i}", v, "n", e)
+        Claim("a", "S", f"pair {i}", v, "n", effect=e)
         for i, (v, e) in enumerate((("seen", 2.0), ("reversed", -3.0), ("seen", 1.5)))
     ]
     (line,) = front.front([section(*claims)])
@@ -47,7 +47,7 @@ def test_a_line_takes_the_first_comparisons_verdict_and_counts_the_others() -> N
 
 def test_a_strip_puts_what_the_paper_claims_to_the_right_and_the_unjudged_apart() -> None:
     def marks(e: float | None) -> str:
-        return front.strip([Claim("a", "S", "<pair>", "seen", "n", e)])
+        return front.strip([Claim("a", "S", "<pair>", "seen", "n", effect=e)])
 
     def x(e: float) -> float:
         (found,) = re.findall(r'cx="([\d.]+)"', marks(e))

@@ -63,7 +63,7 @@ def front(sections: Sequence[Section]) -> list[ClaimLine]:
                     sentence=first.sentence,
                     verdict=first.verdict,
                     others=", ".join(f"{count} {verdict}" for verdict, count in rest.items()),
-                    numbers=_shortened(f"{first.pair}: {first.numbers}"),
+                    numbers=_shortened(f"{first.pair}: {first.reason}"),
                     strip=strip(comparisons),
                     anchor=f"#{section.key}-{number}",
                     section=section.title,
@@ -128,7 +128,7 @@ def markdown(sections: Sequence[Section]) -> str:
         for first, comparisons in grouped(claims):
             for number, claim in enumerate(comparisons):
                 head = (first.sentence, places[first.letter]) if number == 0 else ("", "")
-                cells = (*head, claim.pair, f"**{claim.verdict}**", claim.numbers)
+                cells = (*head, claim.pair, f"**{claim.verdict}**", claim.reason)
                 parts.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
         parts += ["", "May not be concluded:", "", *(f"- {line}" for line in section.not_concluded)]
     missing = not_run(sections)

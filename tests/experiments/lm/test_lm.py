@@ -183,7 +183,7 @@ def test_zero_shot_accuracy_is_not_judged_from_one_set_of_nine() -> None:
     for row in rows:
         row["lambada"]["accuracy"] = 0.5 if row["arm"] == "exact-flow" else 0.1
     (claim,) = (claim for claim in claims.claims(rows) if claim.letter == "d")
-    assert claim.verdict == "not judged" and claim.effect is None and claim.numbers.endswith("one of nine sets")
+    assert claim.verdict == "not judged" and claim.effect is None and claim.reason.endswith("one of nine sets")
 
 
 def test_a_killed_cell_resumes_from_its_checkpoint_and_leaves_nothing_behind(tmp_path: Path) -> None:
@@ -307,7 +307,7 @@ def test_a_failed_run_is_a_worse_result_not_a_missing_one() -> None:
 def test_arms_are_compared_on_the_seeds_they_share() -> None:
     rows = made_up({"exact-flow": [2.0, 3.0, 4.0], "delta-raw": [2.5]})
     (claim,) = (claim for claim in claims.claims(rows) if "the rule alone, raw keys" in claim.pair)
-    assert claim.numbers.startswith("2.0000 against 2.5000: -0.5000")
+    assert claim.reason.startswith("2.0000 against 2.5000: -0.5000")
     assert claim.verdict == "not judged"
 
 
@@ -315,7 +315,7 @@ def test_a_single_seed_is_set_against_the_spread_of_the_main_pair() -> None:
     rows = made_up({"exact-flow": [2.0, 2.1], "delta-l2": [2.0, 2.1], "gated-delta": [2.0], "gated-exact-flow": [1.99]})
     gated = next(claim for claim in claims.claims(rows) if claim.letter == "b")
     assert gated.verdict == "not judged"
-    assert "smaller than the spread over seeds of the main pair" in gated.numbers
+    assert "smaller than the spread over seeds of the main pair" in gated.reason
 
 
 def test_the_figure_is_drawn_from_rows_alone(tmp_path: Path) -> None:

@@ -95,7 +95,7 @@ def test_verdicts_follow_the_differences_and_their_spread() -> None:
                     "selective-copying": "seen"}  # fmt: skip
     assert {claim.verdict for claim in found if "delta-raw" in claim.pair} == {"not judged"}
     (mean,) = (claim for claim in found if claim.letter == "b" and "delta-l2" in claim.pair)
-    assert mean.verdict == "seen" and "+1.18 points" in mean.numbers and "66.4 against 65.7" in mean.numbers
+    assert mean.verdict == "seen" and "+1.18 points" in mean.reason and "66.4 against 65.7" in mean.reason
     (most,) = (claim for claim in found if claim.letter == "c" and "delta-l2" in claim.pair)
     assert most.verdict == "seen"
 
@@ -107,7 +107,7 @@ def test_better_on_all_six_tasks_is_seen_only_if_it_is_on_each_and_none_is_missi
 
         claim = claims(rows_of(accuracy, tasks=tasks))[0]
         assert claim.letter == "a" and claim.pair.startswith("all six together")
-        return claim.verdict, claim.numbers
+        return claim.verdict, claim.reason
 
     assert first({}) == ("seen", f"seen at 6 ({', '.join(TASK_ORDER)})")
     verdict, numbers = first({"fuzzy-in-context-recall": -0.03})
@@ -122,7 +122,7 @@ def test_only_seeds_of_both_arms_are_compared() -> None:
         return {12345: 0.5, 12346: 0.9, 12347: 0.9}[seed]
 
     found = [claim for claim in claims(rows_of(accuracy)) if claim.pair.endswith("(the rule alone differs)")]
-    assert found and all("90.0" not in claim.numbers and "76." not in claim.numbers for claim in found)
+    assert found and all("90.0" not in claim.reason and "76." not in claim.reason for claim in found)
 
 
 def test_claims_do_not_depend_on_the_order_in_which_cells_finished() -> None:
@@ -212,9 +212,9 @@ def test_only_the_whole_reference_profile_may_be_put_beside_published_numbers() 
     assert "fewer settings" in comparability(rows_of(lambda *_: 0.5))
     # Judged on every setting, as published averages are: 10 of the 11 at 0.8.
     recall = next(claim for claim in claims(rows) if claim.pair.startswith("in-context-recall"))
-    assert "mean of 11 settings" in recall.pair and recall.numbers.startswith(f"{100 * (0.2 + 10 * 0.8) / 11:.1f} %")
+    assert "mean of 11 settings" in recall.pair and recall.reason.startswith(f"{100 * (0.2 + 10 * 0.8) / 11:.1f} %")
     mean = next(claim for claim in claims(rows) if claim.letter == "b")
-    assert "are over all settings" in mean.numbers
+    assert "are over all settings" in mean.reason
 
 
 def test_the_published_means_are_those_of_their_rows() -> None:

@@ -56,15 +56,15 @@ def test_claims_a_and_b_are_judged_apart_and_per_pair() -> None:
     assert found["higher", "delta-l2"].verdict == "not seen"
     assert found["noise", "delta-raw"].verdict == "reversed"
     assert found["dropout", "delta-l2"].verdict == "not seen"
-    assert "seen at 2" in found["higher", "delta-raw"].numbers
-    assert "3 seeds" in found["higher", "delta-raw"].numbers
+    assert "seen at 2" in found["higher", "delta-raw"].reason
+    assert "3 seeds" in found["higher", "delta-raw"].reason
 
 
 def test_one_seed_gives_numbers_but_no_verdict() -> None:
     rows = made_up_rows(lambda arm, kind, level, seed: 0.9 if arm == "exact-flow" else 0.1, seeds=(0,))
     for claim in [*corruption_claims(rows), *rate_claims(rows)]:
         assert claim.verdict == "not judged"
-        assert "no verdict" in claim.numbers
+        assert "no verdict" in claim.reason
 
 
 def _noise(seed: int) -> float:
@@ -97,7 +97,7 @@ def test_a_diverged_run_counts_against_its_arm_and_is_mentioned() -> None:
     )
     scale = next(c for c in corruption_claims(rows) if c.letter == "a" and "delta-raw" in c.pair)
     assert scale.verdict == "seen"
-    assert "delta-raw diverged in training in 1 of 3 runs" in scale.numbers
+    assert "delta-raw diverged in training in 1 of 3 runs" in scale.reason
     point = runs_of(rows, Condition("bare", 3e-3), "delta-raw").spread("final_loss")
     assert math.isnan(point.mean)
     assert point.n == 3

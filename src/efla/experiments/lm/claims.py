@@ -152,9 +152,7 @@ def claims(rows: Sequence[Record]) -> list[Claim]:
                 found.append(_compare(runs, letter, ours, theirs, pair, name))
     if found and found[-1].letter == "d":
         # One set says nothing about the average, and at this size LAMBADA's last words are rarely predicted.
-        found[-1] = found[-1]._replace(
-            verdict=NOT_JUDGED, numbers=f"{found[-1].numbers}; one of nine sets", effect=None
-        )
+        found[-1] = found[-1]._replace(verdict=NOT_JUDGED, reason=f"{found[-1].reason}; one of nine sets", effect=None)
         if at_chance := runs.chance_sentence():
             found.append(Claim("d", _SENTENCES["d"], "the eight multiple-choice sets", NOT_JUDGED, at_chance))
     return found
@@ -181,7 +179,7 @@ def _compare(runs: Runs, letter: str, ours: str, theirs: str, pair: str, name: s
             yardstick = f"{metric.unit * max(spreads):,.{metric.digits}f}"
             text += f", {words} than the spread over seeds of the main pair ({yardstick})"
     better = effect(a, b, lower_is_better=lower)
-    return Claim(letter, _SENTENCES[letter], f"{metric.title}: {pair}", verdict, text, better)
+    return Claim(letter, _SENTENCES[letter], f"{metric.title}: {pair}", verdict, text, effect=better)
 
 
 def text_summary(rows: Sequence[Record]) -> str:

@@ -248,7 +248,9 @@ def _task_claim(rows: Sequence[Record], task: str, other: str) -> Claim:
     numbers = f"{ours.percent()} against {theirs.percent()}{_by(ours, theirs)}, {_seeds(ours)}"
     names = judged_settings(rows, task)
     where = names[0] if len(names) == 1 else f"mean of {len(names)} settings"
-    return Claim("a", _EACH, f"{task}, {where}: {PAIRS[other]}", judge(ours, theirs), numbers, effect(ours, theirs))
+    return Claim(
+        "a", _EACH, f"{task}, {where}: {PAIRS[other]}", judge(ours, theirs), numbers, effect=effect(ours, theirs)
+    )
 
 
 def _mean_claim(rows: Sequence[Record], other: str) -> Claim:
@@ -261,7 +263,7 @@ def _mean_claim(rows: Sequence[Record], other: str) -> Claim:
     numbers = f"{ours.percent(2)} against {theirs.percent(2)}{_by(ours, theirs, 2)}, {_seeds(ours)}; "
     numbers += f"the paper's {PAPER['EFLA']} against {PAPER['DeltaNet']}"
     numbers += " are over all settings" if follows_the_reference(rows) else " are of other settings and another budget"
-    return Claim("b", _MEAN, f"sign only: {PAIRS[other]}", judge(ours, theirs), numbers, effect(ours, theirs))
+    return Claim("b", _MEAN, f"sign only: {PAIRS[other]}", judge(ours, theirs), numbers, effect=effect(ours, theirs))
 
 
 def _most_claim(rows: Sequence[Record], other: str) -> Claim:

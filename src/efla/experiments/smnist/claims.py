@@ -127,7 +127,7 @@ def _claim(rows: Sequence[Record], at: Condition, kind: str, letter: str, senten
         if diverged:
             numbers += f"; {arm} diverged in training in {diverged} of {len(chosen)} runs"
     pair = f"{PAIRS[other]}; {at.block} block, rate {at.rate:g}"
-    return Claim(letter, sentence, pair, verdict, numbers, effect(ours, theirs))
+    return Claim(letter, sentence, pair, verdict, numbers, effect=effect(ours, theirs))
 
 
 def text_summary(rows: Sequence[Record]) -> str:
@@ -180,7 +180,7 @@ def _at_the_smallest_rate(rows: Sequence[Record], block: str, other: str, pair: 
         f"final training loss {our_loss.text(1, 3)} against {their_loss.text(1, 3)}; {_seeds(ours, theirs)}"
     )
     sentence = "At rate 1e-4 both have a high training loss, yet EFLA is clearly more accurate"
-    return Claim("c", sentence, pair, judge(ours, theirs), numbers, effect(ours, theirs))
+    return Claim("c", sentence, pair, judge(ours, theirs), numbers, effect=effect(ours, theirs))
 
 
 def _as_the_rate_grows(rows: Sequence[Record], block: str, other: str, pair: str, rates: Sequence[float]) -> Claim:
