@@ -4,7 +4,7 @@ Shapes: B batch, T tokens, Hk and H key and value heads, K and V widths per head
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Literal, NamedTuple, cast
 
 import torch
@@ -34,6 +34,10 @@ class MixerState(NamedTuple):
 
     def num_bytes(self) -> int:
         return sum(x.numel() * x.element_size() for x in self if x is not None)
+
+
+Projected = tuple[Tensor | None, ...]
+"""Outputs [B, T, D] of a mixer's input maps: with the state before T tokens, all that the state after them depends on."""
 
 
 class LinearAttention(nn.Module):
@@ -137,22 +141,51 @@ class LinearAttention(nn.Module):
         state: MixerState | None = None,
         output_state: bool = False,
         inplace_state: bool = False,
+        record: Callable[[Projected], None] | None = None,
     ) -> tuple[Tensor, MixerState | None]:
         """Mix the tokens of x and, if asked, return the state after them.
 
         mask: [B, T], false at padding, which never changes real tokens.
         cu_seqlens: [N + 1] boundaries of sequences in the flattened [B * T] axis, including each row's start.
         inplace_state: the new state may overwrite ``state``, which saves copies in decoding; not with gradients.
+        record: called, before the state changes, with what :meth:`advance` needs to repeat the change.
         """
         shape = x.shape
-        if inplace_state and output_state and mask is None and cu_seqlens is None:
-            y = self._decode(x, state)
-            if y is not None:
-                return y, state
         if cu_seqlens is not None:
             x = x.reshape(1, -1, shape[-1])
-        q, k, v, conv_state = self._queries_keys_values(x, mask, cu_seqlens, state, output_state)
-        beta, log_gate = self._step_inputs(x)
+        projected = self.project(x)
+        if record is not None:
+            record(projected)
+        o, new_state = self._mix(projected, mask, cu_seqlens, state, output_state, inplace_state)
+        y: Tensor = self.o_proj(o)
+        return y.view(shape), new_state
+
+    def project(self, x: Tensor) -> Projected:
+        """The input maps of q, k, v, beta, the gate and the output gate; ``None`` for those that the layer has not."""
+        projections = (self.q_proj, self.k_proj, self.v_proj, self.b_proj, self.a_proj, self.g_proj)
+        return tuple(None if proj is None else proj(x) for proj in projections)
+
+    def advance(self, projected: Projected, mask: Tensor | None, state: MixerState | None) -> MixerState:
+        """The state after tokens that :meth:`forward` recorded, by the same kernels; may overwrite ``state``."""
+        _, new_state = self._mix(projected, mask, None, state, True, inplace_state=state is not None)
+        return cast(MixerState, new_state)
+
+    def _mix(
+        self,
+        projected: Projected,
+        mask: Tensor | None,
+        cu_seqlens: Tensor | None,
+        state: MixerState | None,
+        output_state: bool,
+        inplace_state: bool,
+    ) -> tuple[Tensor, MixerState | None]:
+        """Everything between the products: o [B, T, H V], normalised and gated, and the state after the tokens."""
+        if inplace_state and output_state and mask is None and cu_seqlens is None:
+            decoded = self._decode(projected, state)
+            if decoded is not None:
+                return decoded, state
+        q, k, v, conv_state = self._queries_keys_values(projected, mask, cu_seqlens, state, output_state)
+        beta, log_gate = self._step_inputs(projected)
         if mask is not None:
             # A step that does nothing: no key, no beta, no decay.
             padding = ~mask.bool()
@@ -175,18 +208,18 @@ class LinearAttention(nn.Module):
             **({"inplace_state": True} if inplace_state else {}),
         )
         o = self.o_norm(o)
-        if self.g_proj is not None:
-            o = o * functional.silu(self.g_proj(x)).view_as(o)
-        y = self.o_proj(o.flatten(2))
-        new_state = MixerState(conv_state, cast(Tensor, memory)) if output_state else None
-        return y.view(shape), new_state
+        gate = projected[5]
+        if gate is not None:
+            o = o * functional.silu(gate).view_as(o)
+        return o.flatten(2), MixerState(conv_state, cast(Tensor, memory)) if output_state else None
 
-    def _decode(self, x: Tensor, state: MixerState | None) -> Tensor | None:
-        """One token after ``state``, which is updated in place, with one kernel between the products.
+    def _decode(self, projected: Projected, state: MixerState | None) -> Tensor | None:
+        """o of one token after ``state``, which is updated in place, with one kernel between the products.
 
         ``None`` where the kernel does not apply: with gradients or autocast, on other devices, or if a module between the
         products was replaced or has hooks.
         """
+        x = cast(Tensor, projected[0])
         convs = (self.q_conv, self.k_conv, self.v_conv)
         weights = [None if conv is None else conv.weight for conv in convs]
         gate = [getattr(self, "A_log", None), getattr(self, "dt_bias", None)]
@@ -213,29 +246,31 @@ class LinearAttention(nn.Module):
             or not (state.memory.is_contiguous() and (conv_state is None or conv_state.is_contiguous()))
         ):
             return None
-        projections = (self.q_proj, self.k_proj, self.v_proj, self.b_proj, self.a_proj, self.g_proj)
-        projected = [None if proj is None else proj(x).to(x.dtype) for proj in projections]
         o = torch.empty((*x.shape[:2], self.num_heads * self.value_head_dim), dtype=x.dtype)
         native.mixer_step(
-            *projected, *weights, conv_state, state.memory, *gate, self.o_norm.weight, o, self.rule, self._normalised,
-            self.head_dim**-0.5, 2.0 if self.allow_neg_eigval else 1.0, self.o_norm.eps,
+            *(None if p is None else p.to(x.dtype) for p in projected), *weights, conv_state, state.memory, *gate,
+            self.o_norm.weight, o, self.rule, self._normalised, self.head_dim**-0.5,
+            2.0 if self.allow_neg_eigval else 1.0, self.o_norm.eps,
         )  # fmt: skip
-        y: Tensor = self.o_proj(o)
-        return y
+        return o
 
     def _queries_keys_values(
-        self, x: Tensor, mask: Tensor | None, cu_seqlens: Tensor | None, state: MixerState | None, output_state: bool
+        self,
+        projected: Projected,
+        mask: Tensor | None,
+        cu_seqlens: Tensor | None,
+        state: MixerState | None,
+        output_state: bool,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         """q, k: [B, T, Hk, K], v: [B, T, H, V], and the convolutions' state [B, 2 Hk K + H V, W - 1]."""
-        projected = [self.q_proj(x), self.k_proj(x), self.v_proj(x)]
+        inputs = cast(tuple[Tensor, ...], projected[:3])
         convs = (self.q_conv, self.k_conv, self.v_conv)
-        sizes = [p.shape[-1] for p in projected]
         past: Sequence[Tensor | None] = [None] * 3
         if state is not None and state.conv is not None and self.q_conv is not None:
-            past = torch.split(state.conv, sizes, dim=1)
+            past = torch.split(state.conv, [p.shape[-1] for p in inputs], dim=1)
         states: list[Tensor] = []
         mixed = []
-        for p, conv, conv_past in zip(projected, convs, past, strict=True):
+        for p, conv, conv_past in zip(inputs, convs, past, strict=True):
             if conv is None:
                 mixed.append(functional.silu(p))
                 continue
@@ -244,7 +279,7 @@ class LinearAttention(nn.Module):
             if new is not None:
                 states.append(new)
         q, k, v = mixed
-        leading = x.shape[:2]
+        leading = q.shape[:2]
         return (
             q.reshape(*leading, self.num_key_heads, self.head_dim),
             k.reshape(*leading, self.num_key_heads, self.head_dim),
@@ -252,20 +287,20 @@ class LinearAttention(nn.Module):
             torch.cat(states, dim=1) if states else None,
         )
 
-    def _step_inputs(self, x: Tensor) -> tuple[Tensor | None, Tensor | None]:
+    def _step_inputs(self, projected: Projected) -> tuple[Tensor | None, Tensor | None]:
         """beta and log_gate, each [B, T, H] in float32 or wider, or ``None`` where the rule takes none."""
-        wide = torch.promote_types(x.dtype, torch.float32)
+        q, _, _, raw_beta, raw_gate, _ = projected
+        wide = torch.promote_types(cast(Tensor, q).dtype, torch.float32)
         beta = log_gate = None
-        if self.b_proj is not None:
-            beta = self.b_proj(x).to(wide).sigmoid()
+        if raw_beta is not None:
+            beta = raw_beta.to(wide).sigmoid()
             if self.allow_neg_eigval:
                 beta = beta * 2
-        if self.a_proj is not None:
-            raw = self.a_proj(x)
+        if raw_gate is not None:
             if self.gate == "mamba":
-                log_gate = mamba_log_gate(raw, self.A_log, self.dt_bias)
+                log_gate = mamba_log_gate(raw_gate, self.A_log, self.dt_bias)
             else:
-                log_gate = functional.logsigmoid(raw.to(wide)) / 16
+                log_gate = functional.logsigmoid(raw_gate.to(wide)) / 16
         return beta, log_gate
 
     def extra_repr(self) -> str:

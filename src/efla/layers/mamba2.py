@@ -3,6 +3,7 @@
 Shapes: B batch, T tokens, H heads of width P, G groups, N state size.
 """
 
+from collections.abc import Callable
 from typing import cast
 
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import efla.scans.api as scans
-from efla.layers.attention import MixerState, draw_dt_bias, draw_log_rate
+from efla.layers.attention import MixerState, Projected, draw_dt_bias, draw_log_rate
 from efla.layers.blocks import RMSNorm
 from efla.layers.short_conv import SequenceNeighbours, ShortConvolution
 
@@ -86,12 +87,34 @@ class Mamba2(nn.Module):
         cu_seqlens: Tensor | None = None,
         state: MixerState | None = None,
         output_state: bool = False,
+        record: Callable[[Projected], None] | None = None,
     ) -> tuple[Tensor, MixerState | None]:
         """Mix the tokens of x and, if asked, return the state after them; arguments as in ``LinearAttention``."""
         shape = x.shape
         if cu_seqlens is not None:
             x = x.reshape(1, -1, shape[-1])
-        z, xbc, dt_raw = self.in_proj(x).split(
+        projected = self.in_proj(x)
+        if record is not None:
+            record((projected,))
+        y, new_state = self._mix(projected, mask, cu_seqlens, state, output_state)
+        out: Tensor = self.out_proj(y.to(x.dtype))
+        return out.view(shape), new_state
+
+    def advance(self, projected: Projected, mask: Tensor | None, state: MixerState | None) -> MixerState:
+        """The state after tokens that :meth:`forward` recorded, by the same kernels."""
+        _, new_state = self._mix(cast(Tensor, projected[0]), mask, None, state, True)
+        return cast(MixerState, new_state)
+
+    def _mix(
+        self,
+        projected: Tensor,
+        mask: Tensor | None,
+        cu_seqlens: Tensor | None,
+        state: MixerState | None,
+        output_state: bool,
+    ) -> tuple[Tensor, MixerState | None]:
+        """Everything between the products: [B, T, H P], and the state after the tokens."""
+        z, xbc, dt_raw = projected.split(
             [self.inner_size, self.inner_size + 2 * self.group_width, self.num_heads], dim=-1
         )
         xbc, conv_state = self.conv(
@@ -102,11 +125,11 @@ class Mamba2(nn.Module):
             output_state=output_state,
         )
         value, b, c = xbc.split([self.inner_size, self.group_width, self.group_width], dim=-1)
-        wide = torch.promote_types(x.dtype, torch.float32)
+        wide = torch.promote_types(projected.dtype, torch.float32)
         dt = functional.softplus(dt_raw.to(wide) + self.dt_bias.to(wide))  # [B, T, H]
         if mask is not None:
             dt = dt.masked_fill(~mask.bool()[..., None], 0)  # neither decay nor write
-        leading = x.shape[:2]
+        leading = projected.shape[:2]
         value = value.reshape(*leading, self.num_heads, self.head_dim)
         attend = self.sequence.attend if self.sequence and self.sequence.active else scans.linear_attention
         y, memory = attend(
@@ -124,6 +147,5 @@ class Mamba2(nn.Module):
             backend=self.backend,
         )
         y = y.to(wide) + self.D.to(wide)[:, None] * value
-        y = self.norm(y.flatten(2) * functional.silu(z.to(wide))).to(x.dtype)
-        out: Tensor = self.out_proj(y)
-        return out.view(shape), MixerState(conv_state, cast(Tensor, memory)) if output_state else None
+        y = self.norm(y.flatten(2) * functional.silu(z.to(wide)))
+        return y, MixerState(conv_state, cast(Tensor, memory)) if output_state else None

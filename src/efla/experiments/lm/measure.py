@@ -156,9 +156,9 @@ def key_energies(model: nn.Module, rows: Tensor) -> list[Record]:
 
     def look(mixer: nn.Module, arguments: tuple[Any, ...]) -> None:
         assert isinstance(mixer, LinearAttention)
-        x = arguments[0]
-        _, k, _, _ = mixer._queries_keys_values(x, None, None, None, False)
-        beta, _ = mixer._step_inputs(x)
+        projected = mixer.project(arguments[0])
+        _, k, _, _ = mixer._queries_keys_values(projected, None, None, None, False)
+        beta, _ = mixer._step_inputs(projected)
         assert beta is not None
         k = k.float()
         lam = (l2_normalize(k) if mixer.key_norm else k).square().sum(-1)  # [B, T, Hk]
