@@ -15,7 +15,13 @@ ROOT = Path(__file__).parents[1]
 OPTIONAL = ("transformers", "matplotlib", "mlxtend", "jinja2", "datasets", "lm_eval", "triton", "fla", "tyro", "rich")
 # interruption listens for signals before torch is imported; it imports nothing of efla.
 REACHED = {"errors", "interruption", "models", "native", "ops", "phi", "rules", "scans"}
-LINT = "from importlinter.cli import lint_imports_command; lint_imports_command()"
+# An editable install finds the package before sys.path does; without its finder the copy is found.
+LINT = """
+import sys
+sys.meta_path[:] = [finder for finder in sys.meta_path if not type(finder).__module__.startswith("_editable")]
+from importlinter.cli import lint_imports_command
+lint_imports_command()
+"""
 UPWARD = {
     "models/presets.py": ("import efla.train.config\n", "efla.models is not allowed to import efla.train"),
     "train/config.py": ("from efla.evaluation import run\n", "efla.train is not allowed to import efla.evaluation"),
