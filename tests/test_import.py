@@ -9,12 +9,23 @@ from pathlib import Path
 
 import pytest
 
-from tests.fresh import run_fresh
-
 ROOT = Path(__file__).parents[1]
-OPTIONAL = ("transformers", "matplotlib", "mlxtend", "jinja2", "datasets", "lm_eval", "triton", "fla", "tyro", "rich")
-# interruption listens for signals before torch is imported; it imports nothing of efla.
-REACHED = {"errors", "interruption", "models", "native", "ops", "phi", "rules", "scans"}
+HEAVY = (
+    "torch",
+    "transformers",
+    "numpy",
+    "altair",
+    "mlxtend",
+    "jinja2",
+    "datasets",
+    "lm_eval",
+    "triton",
+    "tyro",
+    "rich",
+)
+LOADED = f"import sys; print([name for name in {HEAVY!r} if name in sys.modules])"
+# Both use the standard library only: interruption listens for signals, models waits for torch and transformers.
+REACHED = {"interruption", "models"}
 # An editable install finds the package before sys.path does; without its finder the copy is found.
 LINT = """
 import sys
@@ -30,17 +41,40 @@ UPWARD = {
 }
 
 
-def test_import_brings_in_no_optional_package_nor_transformers():
-    code = f"import sys, efla; print([name for name in {OPTIONAL!r} if name in sys.modules])"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[]"
+def run_python(*arguments: str) -> str:
+    done = subprocess.run([sys.executable, *arguments], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_import_loads_neither_torch_nor_any_other_package():
+    assert run_python("-c", f"import efla; {LOADED}") == "[]\n"
+
+
+@pytest.mark.parametrize("option", ["--help", "--version"])
+def test_the_first_words_of_the_command_line_need_no_torch(option):
+    shown = run_python("-c", f"from efla.cli import main; assert main([{option!r}]) == 0; {LOADED}")
+    assert shown.splitlines()[-1] == "[]"
 
 
 def test_import_reaches_no_layer_above_models():
     code = "import sys, efla; print(*{name.split('.')[1] for name in sys.modules if name.startswith('efla.')})"
-    done = run_fresh(code)
-    assert done.returncode == 0, done.stderr
-    assert set(done.stdout.split()) <= REACHED
+    assert set(run_python("-c", code).split()) <= REACHED
+
+
+def test_dir_lists_the_public_names_only_and_each_of_them_exists():
+    import efla
+
+    assert dir(efla) == sorted([*efla.__all__, "__version__"])
+    assert all(hasattr(efla, name) for name in dir(efla))
+    with pytest.raises(AttributeError, match="module 'efla' has no attribute 'scams'"):
+        _ = efla.scams
+
+
+@pytest.mark.parametrize("code", ["import efla, torch", "import torch, efla", "import efla; efla.phi1; import torch"])
+def test_the_operators_are_registered_once_torch_and_efla_are_imported(code):
+    """A saved program that calls them loads in either order of imports."""
+    assert run_python("-c", f"{code}; print(torch.ops.efla.scan)").strip() == "efla.scan"
 
 
 @pytest.fixture

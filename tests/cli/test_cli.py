@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import runpy
+import subprocess
 import sys
 
 import pytest
@@ -29,10 +30,60 @@ def test_an_option_that_would_do_nothing_is_refused(
     assert option in capsys.readouterr().err
 
 
-def test_help_lists_every_command(capsys):
+def test_help_lists_every_command_with_an_example(capsys):
     assert cli.main(["--help"]) == 0
-    shown = capsys.readouterr().out
-    assert all(name in shown for name in cli.COMMANDS)
+    lines = capsys.readouterr().out.splitlines()
+    for name in cli.COMMANDS:
+        (place,) = (i for i, line in enumerate(lines) if line.startswith(f"  {name} "))
+        assert f"{lines[place + 1].strip()} ".startswith(f"efla {name} ")
+    assert max(map(len, lines)) <= 80
+
+
+def test_the_shell_completes_commands_and_options(tmp_path, capsys):
+    assert cli.main(["--completion", "bash"]) == 0
+    script = tmp_path / "efla.bash"
+    script.write_text(capsys.readouterr().out)
+    for words, completed in (("ge", "generate"), ("train --reci", "--recipe"), ("info --js", "--json")):
+        count = len(words.split())
+        code = f"source {script}; COMP_WORDS=(efla {words}); COMP_CWORD={count}; _tyro_efla; echo ${{COMPREPLY[@]}}"
+        done = subprocess.run(["bash", "-c", code], capture_output=True, text=True, check=True)
+        assert completed in done.stdout.split()
+    assert cli.main(["--completion", "tcsh"]) == 1
+    assert "known shells: bash, zsh, fish" in capsys.readouterr().err
+
+
+@pytest.fixture
+def halved_rule(tmp_path):
+    """A file that registers the rule "halved", and a model folder that uses it."""
+    from efla import rules
+
+    file = tmp_path / "my_rules.py"
+    file.write_text(
+        "import efla\n"
+        "class Halved(type(efla.rules.get('delta'))):\n"
+        "    name = 'halved'\n"
+        "    def coefficients(self, beta, lam, log_gate=None):\n"
+        "        return super().coefficients(beta / 2, lam, log_gate)\n"
+        "efla.rules.register(Halved())\n"
+    )
+    yield file
+    rules._RULES.pop("halved", None)
+    sys.modules.pop("my_rules", None)
+
+
+@pytest.mark.parametrize("how", ["file", "module"])
+def test_a_rule_of_ones_own_reaches_the_commands(how, halved_rule, monkeypatch, capsys):
+    monkeypatch.chdir(halved_rule.parent)
+    own = ["--import", str(halved_rule)] if how == "file" else ["--import=my_rules"]
+    train = ["train", "--set", "rule=halved", "hidden_size=32", "--steps", "1", "--length", "16", "--rows", "1"]
+    assert cli.main([*train, "--dry-run"]) == 1
+    assert "unknown rule 'halved'" in capsys.readouterr().err
+    assert cli.main([*train, *own]) == 0
+    assert cli.main(["info", "runs/train-tiny", *own]) == 0
+    assert "halved x 2" in capsys.readouterr().out
+    assert cli.main(["generate", "runs/train-tiny", "--prompt", "a", "--max-new-tokens", "2", *own]) == 0
+    assert cli.main(["info", "efla-tiny", "--import", "no_such_module"]) == 1
+    assert "--import needs a .py file or the name of a module" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("command", cli.COMMANDS)

@@ -7,7 +7,7 @@ import pytest
 from tests.fresh import run_fresh
 
 # efla/__init__.py calls it too; here it is called by name so that the test is about it.
-INSTALL = "import efla, efla.models; efla.models.register_with_transformers()\n"
+INSTALL = "import efla, efla.models; efla.models.register_when_loaded()\n"
 USE = """
 config = AutoConfig.for_model("efla", hidden_size=16, num_hidden_layers=1, num_heads=2, vocab_size=7)
 assert type(config).__name__ == "EflaConfig", type(config)

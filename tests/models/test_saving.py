@@ -16,12 +16,12 @@ from efla.models import (
     EflaForCausalLM,
     EflaForSequenceClassification,
     EflaModel,
-    register_with_transformers,
+    register_when_loaded,
 )
 from tests.fresh import run_fresh
 from tests.models.tiny import ALL, MAIN, logits_of, random_tokens, tiny_config, tiny_model
 
-register_with_transformers()
+register_when_loaded()
 
 
 def _fields(config):
@@ -48,7 +48,7 @@ def test_a_new_process_loads_and_runs_it_through_auto_classes(tmp_path):
     save_file({"tokens": tokens}, tmp_path / "in.safetensors")
     code = """
 import sys, torch
-import efla.models; efla.models.register_with_transformers()
+import efla.models; efla.models.register_when_loaded()
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 model = AutoModelForCausalLM.from_pretrained(sys.argv[1] + "/model").double()

@@ -1,8 +1,8 @@
 """Models that transformers loads as its own: ``EflaConfig``, ``EflaModel``, ``EflaForCausalLM`` and a classifier.
 
-``import efla`` does not import transformers. :func:`register_with_transformers` teaches its Auto classes
-``model_type="efla"`` at once where they are loaded, and otherwise as soon as they are. Whatever cannot be registered then
-is registered with the first EflaConfig: no Auto class looks for a model before that.
+``import efla`` imports neither torch nor transformers. :func:`register_when_loaded` registers torch operators and teaches
+transformers' Auto classes ``model_type="efla"`` at once where these packages are loaded, and otherwise as soon as they are.
+Models that cannot be registered then are registered with the first EflaConfig: no Auto class looks for a model before that.
 """
 
 import importlib
@@ -15,6 +15,7 @@ from types import ModuleType
 
 __all__ = ["EflaConfig", "EflaForCausalLM", "EflaForSequenceClassification", "EflaModel"]
 
+_TORCH = "torch"
 _CONFIGS = "transformers.models.auto.configuration_auto"
 _MODELS = "transformers.models.auto.modeling_auto"
 
@@ -24,6 +25,10 @@ def __getattr__(name: str) -> object:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     module = "efla.models.configuration_efla" if name == "EflaConfig" else "efla.models.modeling_efla"
     return getattr(importlib.import_module(module), name)
+
+
+def _register_operators() -> None:
+    importlib.import_module("efla.scans.operators")
 
 
 def _register_config() -> None:
@@ -45,7 +50,11 @@ def _register_models() -> None:
     auto.AutoModelForSequenceClassification.register(EflaConfig, ours.EflaForSequenceClassification, exist_ok=True)
 
 
-_PENDING: dict[str, Callable[[], None]] = {_CONFIGS: _register_config, _MODELS: _register_models}
+_PENDING: dict[str, Callable[[], None]] = {
+    _TORCH: _register_operators,
+    _CONFIGS: _register_config,
+    _MODELS: _register_models,
+}
 # Our modules and the last class of each: while it is missing, the module is still being imported.
 _OURS = {
     _CONFIGS: ("efla.models.configuration_efla", "EflaConfig"),
@@ -53,41 +62,45 @@ _OURS = {
 }
 
 
-def register_with_transformers() -> None:
-    """Register now if transformers is loaded, otherwise when it is loaded. Safe to call more than once."""
+def register_when_loaded() -> None:
+    """Register now with torch and transformers if they are loaded, otherwise when they are. Safe to call repeatedly."""
     for name in list(_PENDING):
-        if name in sys.modules and not getattr(sys.modules[name].__spec__, "_initializing", False):
+        if name in sys.modules and not _is_half_imported(name):
             _run(name)
     if _PENDING and not any(isinstance(finder, _Finder) for finder in sys.meta_path):
         sys.meta_path.insert(0, _Finder())
 
 
 def _run(name: str) -> None:
-    module, last_class = _OURS[name]
+    module, last_class = _OURS.get(name, ("", ""))
     if name not in _PENDING or (module in sys.modules and not hasattr(sys.modules[module], last_class)):
         return  # done, or our own module is loading transformers and registers when it is ready
-    if name == _MODELS and any(_is_half_imported(other) for other in list(sys.modules) if other != name):
-        return  # transformers is half imported; the first EflaConfig registers
+    if name == _MODELS and _any_half_imported("transformers.", name):
+        return  # the first EflaConfig registers
+    if name == _TORCH and _any_half_imported("efla.", ""):
+        return  # one of our modules is loading torch; the scans register with their own import
     register = _PENDING.pop(name)
     try:
         register()
     except Exception as error:  # transformers must stay importable
         warnings.warn(
-            f"efla could not register its models with transformers ({error}); "
-            "use efla.EflaForCausalLM instead of AutoModelForCausalLM",
+            f"efla could not register with {name} ({error}); "
+            "use efla.EflaForCausalLM instead of transformers' Auto classes",
             RuntimeWarning,
             stacklevel=2,
         )
 
 
 def _is_half_imported(name: str) -> bool:
-    if not name.startswith("transformers."):
-        return False
     return bool(getattr(getattr(sys.modules[name], "__spec__", None), "_initializing", False))
 
 
+def _any_half_imported(prefix: str, but: str) -> bool:
+    return any(name.startswith(prefix) and name != but and _is_half_imported(name) for name in list(sys.modules))
+
+
 class _Finder(MetaPathFinder):
-    """Finds the two modules of transformers as the other finders do, and wraps their loader."""
+    """Finds the pending modules as the other finders do, and wraps their loader."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None

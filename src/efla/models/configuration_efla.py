@@ -9,7 +9,7 @@ from efla import rules
 from efla.errors import unknown_name
 from efla.layers.attention import GATES
 from efla.layers.blocks import swiglu_width
-from efla.models import register_with_transformers
+from efla.models import register_when_loaded
 
 _OTHER_MIXERS = ("linear", "mamba2", "softmax")
 _POSITIVE = (
@@ -82,7 +82,7 @@ class EflaConfig(PreTrainedConfig):
     chunk_size: int = 64
 
     def __post_init__(self, **kwargs: Any) -> None:
-        register_with_transformers()
+        register_when_loaded()
         _reject_misspelt(kwargs, self)
         rules.get(self.rule)
         if self.num_key_heads is None:
@@ -168,4 +168,4 @@ def _reject_misspelt(kwargs: dict[str, Any], config: EflaConfig) -> None:
             raise ValueError(f"unknown key {key!r} in EflaConfig; did you mean {near[0]!r}?")
 
 
-register_with_transformers()
+register_when_loaded()

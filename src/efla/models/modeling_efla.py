@@ -25,7 +25,7 @@ from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 from efla.layers import LinearAttention, Mamba2, RMSNorm, ShortConvolution, SoftmaxAttention, SwiGLU
 from efla.layers.softmax_attention import eager_attention
 from efla.models import cache as caches
-from efla.models import register_with_transformers
+from efla.models import register_when_loaded
 from efla.models.configuration_efla import EflaConfig
 from efla.models.inputs import check_token_ids, find_packing, local_padding_mask, positions_of_packed
 from efla.models.saving import CheckpointMixin
@@ -427,4 +427,4 @@ class EflaForSequenceClassification(GenericForSequenceClassification, EflaPreTra
         self.post_init()
 
 
-register_with_transformers()
+register_when_loaded()
