@@ -7,13 +7,12 @@ import functools
 
 import pytest
 import torch
-from torch import Tensor
 from transformers import DynamicCache, StaticCache
 
 from efla.models import EflaForCausalLM, accounting
 from efla.models.cache import cached_state_bytes, seen_tokens
 from efla.testing import assert_close
-from tests.models.tiny import ALL, EFLA, HYBRID, MAIN, random_tokens, tiny_config, tiny_model
+from tests.models.tiny import ALL, EFLA, HYBRID, MAIN, exact_and_rounded, random_tokens, tiny_config, tiny_model
 from tests.rounding import assert_same_but_rounding
 
 
@@ -32,28 +31,7 @@ def make_model(name, weights):
 
 @functools.cache
 def exact_and_honest(name, weights):
-    """Logits in float64, and the farthest from them when weights and outputs of modules are rounded as float32 would.
-
-    Each is moved at random by at most half a float32 ulp: what float32 means for this model, on any CPU. An output norm that
-    enlarges a small answer of the memory enlarges its rounding too, up to a thousand times (gated_delta-grouped).
-    """
-    exact, tokens, random = make_model(name, weights).double(), random_tokens(2, 23), torch.Generator().manual_seed(0)
-
-    def rounded(x):
-        return x * (1 + (2 * torch.rand(x.shape, generator=random, dtype=x.dtype) - 1) * 2**-24)
-
-    def hook(module, inputs, output):
-        return rounded(output) if isinstance(output, Tensor) else output
-
-    logits, found = exact(tokens).logits, []
-    for _ in range(20):
-        moved = copy.deepcopy(exact)
-        for weight in moved.parameters():
-            weight.copy_(rounded(weight))
-        for module in moved.modules():
-            module.register_forward_hook(hook)
-        found.append(moved(tokens).logits)
-    return logits, max(found, key=lambda other: float((other - logits).abs().max()))
+    return exact_and_rounded(make_model(name, weights), random_tokens(2, 23))
 
 
 @pytest.mark.parametrize("weights", ["strong", "fresh"])

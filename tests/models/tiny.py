@@ -65,3 +65,29 @@ def logits_of(model: EflaForCausalLM, tokens: Tensor) -> Tensor:
 
 def random_tokens(*shape: int, seed: int = 1) -> Tensor:
     return torch.randint(3, VOCABULARY, shape, generator=torch.Generator().manual_seed(seed))
+
+
+@torch.no_grad()
+def exact_and_rounded(model: EflaForCausalLM, tokens: Tensor) -> tuple[Tensor, Tensor]:
+    """Logits in float64, and the farthest from them when weights and outputs of modules are rounded as float32 would.
+
+    Each is moved at random by at most half a float32 ulp: what float32 means for this model, on any CPU. An output norm that
+    enlarges a small answer of the memory enlarges its rounding too, up to a thousand times (gated_delta-grouped).
+    """
+    exact, random = copy.deepcopy(model).double(), torch.Generator().manual_seed(0)
+
+    def rounded(x: Tensor) -> Tensor:
+        return x * (1 + (2 * torch.rand(x.shape, generator=random, dtype=x.dtype) - 1) * 2**-24)
+
+    def hook(module: Any, inputs: Any, output: Any) -> Any:
+        return rounded(output) if isinstance(output, Tensor) else output
+
+    logits, found = exact(tokens).logits, []
+    for _ in range(20):
+        moved = copy.deepcopy(exact)
+        for weight in moved.parameters():
+            weight.copy_(rounded(weight))
+        for module in moved.modules():
+            module.register_forward_hook(hook)
+        found.append(moved(tokens).logits)
+    return logits, max(found, key=lambda other: float((other - logits).abs().max()))

@@ -36,6 +36,7 @@ COMMANDS = {
     "convert": Command(
         "Models", "Checkpoints of flash-linear-attention to efla and back.", "convert SOURCE TARGET", _MODELS
     ),
+    "export": Command("Models", "An ONNX file, which runs without torch.", "export onnx runs/train-tiny model.onnx"),
     "prepare": Command("Training", "Tokenise text into shards.", "prepare text.jsonl --output shards", _TRAIN),
     "train": Command("Training", "Train a model here, or on many devices.", "train --data shards --steps 500"),
     "reproduce": Command("The paper", "Run an experiment of the paper.", "reproduce smnist --profile quick"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json as json_format
 import sys
+import time
 from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
@@ -80,7 +81,8 @@ def generate(
     """Continue a prompt. Text is printed as it is generated, then tokens per second (on stderr).
 
     Args:
-        model: A folder written by save_pretrained or efla train, or a name on the Hugging Face hub.
+        model: A folder written by save_pretrained or efla train, a name on the Hugging Face hub, or a file written by
+            efla export onnx.
         prompt: Text to continue; "-" reads it from standard input.
         max_new_tokens: Maximum number of new tokens.
         temperature: 0 takes the most likely token, which small models soon repeat; above 0 samples.
@@ -91,11 +93,6 @@ def generate(
         device: Device to run on, such as cpu or cuda.
         dtype: Precision of the weights; auto uses the checkpoint's.
     """
-    import torch
-
-    from efla.models.loading import load_model
-    from efla.models.tokenizer import TimedStreamer
-
     if max_new_tokens < 1 or temperature < 0:
         raise ValueError(
             f"max_new_tokens must be at least 1 and temperature at least 0, got {max_new_tokens}, {temperature}"
@@ -103,8 +100,21 @@ def generate(
     refuse_ignored(
         {"top-k": temperature == 0 and top_k != 0, "top-p": temperature == 0 and top_p != 1}, "at --temperature 0"
     )
-    loaded = load_model(model, tokenizer=tokenizer, device=device, dtype=dtype)
     text = sys.stdin.read() if prompt == "-" else prompt
+    if model.endswith(".onnx"):
+        refuse_ignored(
+            {"tokenizer": tokenizer is not None, "device": device != "cpu", "dtype": dtype != "auto"},
+            "with an ONNX file",
+        )
+        return _generate_onnx(
+            model, text, max_new_tokens=max_new_tokens, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed
+        )
+    import torch
+
+    from efla.models.loading import load_model
+    from efla.models.tokenizer import TimedStreamer
+
+    loaded = load_model(model, tokenizer=tokenizer, device=device, dtype=dtype)
     ids = torch.tensor([loaded.tokenizer.encode(text)], dtype=torch.long, device=device)
     if ids.shape[1] == 0:
         raise ValueError("the prompt has no tokens; give some text")
@@ -125,6 +135,23 @@ def generate(
         )
     print()
     print(_rates(ids.shape[1], streamer.times), file=sys.stderr)
+    return 0
+
+
+def _generate_onnx(path: str, prompt: str, **options: Any) -> int:
+    """The same from an exported file, without torch."""
+    from efla.onnx import Runner
+
+    runner = Runner(path)
+    state = runner.new_state()
+    print(prompt, end="", flush=True)
+    times = [time.perf_counter()]
+    for piece in runner.stream(prompt, state=state, **options):
+        print(piece, end="", flush=True)
+        times.append(time.perf_counter())
+    print()
+    num_new = len(times) - 2  # the last piece holds what is left of an incomplete character
+    print(_rates(state.num_tokens - num_new, times[:-1]), file=sys.stderr)
     return 0
 
 

@@ -13,7 +13,7 @@ from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 
-__all__ = ["EflaConfig", "EflaForCausalLM", "EflaForSequenceClassification", "EflaModel"]
+__all__ = ["EflaConfig", "EflaForCausalLM", "EflaForSequenceClassification", "EflaModel", "export_onnx"]
 
 _TORCH = "torch"
 _CONFIGS = "transformers.models.auto.configuration_auto"
@@ -23,8 +23,8 @@ _MODELS = "transformers.models.auto.modeling_auto"
 def __getattr__(name: str) -> object:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    module = "efla.models.configuration_efla" if name == "EflaConfig" else "efla.models.modeling_efla"
-    return getattr(importlib.import_module(module), name)
+    module = {"EflaConfig": "configuration_efla", "export_onnx": "onnx_export"}.get(name, "modeling_efla")
+    return getattr(importlib.import_module(f"efla.models.{module}"), name)
 
 
 def _register_operators() -> None:
