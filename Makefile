@@ -10,7 +10,7 @@ ifneq ($(wildcard ../shared/data),)
 export EFLA_DATA ?= $(abspath ../shared/data)
 endif
 
-.PHONY: setup demo test test-all test-gpu-sim test-browser test-portable test-sanitizers test-mutants lint bench docs dist clean
+.PHONY: setup demo test test-all test-gpu-sim test-onnx test-browser test-portable test-sanitizers test-mutants lint bench docs dist clean
 
 setup: $(STAMP)
 
@@ -32,7 +32,7 @@ PYTEST := $(BIN)/python -m pytest -n 2 -m 'not slow and not browser and not gpu_
 test: setup
 	$(PYTEST) --durations=10
 
-test-all: setup test-portable test-sanitizers test-gpu-sim
+test-all: setup test-portable test-sanitizers test-gpu-sim test-onnx
 	EFLA_FLA_PYTHON=$(abspath $(GPU_VENV))/bin/python $(BIN)/python -m pytest -n 2 -m 'not gpu_sim' --durations=20
 
 # The GPU backend without a GPU: kernels in Triton's interpreter, and compiled ahead of time. flash-linear-attention and
@@ -46,6 +46,12 @@ $(GPU_STAMP): $(STAMP)
 		"$$($(BIN)/python -c 'import site; print(site.getsitepackages()[0])')"
 	$(GPU_VENV)/bin/python -m pip install --quiet --constraint constraints.txt 'flash-linear-attention==0.6.0' 'triton==3.7.1'
 	touch $(GPU_STAMP)
+
+# Exported models on the oldest supported onnxruntime, in an environment with nothing but it and numpy.
+test-onnx: setup
+	test -x .venv-onnx/bin/python || $(PYTHON) -m venv .venv-onnx
+	.venv-onnx/bin/python -m pip install --quiet numpy 'onnxruntime==1.25.1'
+	EFLA_ONNX_PYTHON=$(abspath .venv-onnx)/bin/python $(BIN)/python -m pytest tests/test_onnx.py
 
 # What one CPU can show of the others: the instruction sets of our kernels, of torch, MKL and oneDNN, four threads (make test has
 # one), and two busy loops beside all tests. The settings change no more than arithmetic, so they skip what computes nothing: pages
