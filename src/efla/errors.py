@@ -19,7 +19,7 @@ warnings.filterwarnings("ignore", category=LayoutWarning, module=r"efla\.(layers
 
 def unknown_name(kind: str, name: object, known: Iterable[str]) -> ValueError:
     """An error for an unknown name that offers the nearest known ones."""
-    known = list(known)
+    known = list(dict.fromkeys(known))
     near = difflib.get_close_matches(str(name).lower().replace("-", "_"), known, n=3, cutoff=0.5)
     hint = f"did you mean {' or '.join(repr(n) for n in near)}? " if near else ""
     return ValueError(f"unknown {kind} {name!r}; {hint}known {kind}s: {', '.join(known)}")

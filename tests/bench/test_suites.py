@@ -32,7 +32,7 @@ SMALL = {
         scan,
         {"HEADLINE": [TINY] * 2, "LENGTHS": [16, 32], "DECODE_BATCHES": [1], "SGEMM_SIZE": 16, "SAMPLE_SECONDS": 0.0},
         {"native", "chunked", "transformers", "softmax attention", "sgemm", "efla"},
-        ("forward+backward B1 T24 H1 D16",),
+        ("forward+backward B1 T24 H1 D16", "transformers "),
     ),
     "models": Small(
         models,
@@ -88,7 +88,8 @@ def bench(monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize("what", SMALL)
-def test_every_suite_runs_and_the_command_writes_its_rows(what, bench, tmp_path, capsys):
+def test_every_suite_runs_and_the_command_writes_its_rows(what, bench, tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "80")
     output = tmp_path / "new" / "rows.json"
     assert bench(what, "--output", output) == 0
     rows = json.loads(output.read_text())["rows"]
@@ -96,6 +97,16 @@ def test_every_suite_runs_and_the_command_writes_its_rows(what, bench, tmp_path,
     assert all(row["median"] > 0 and row["rounds"] in (2, 6) for row in rows)
     shown = capsys.readouterr().out
     assert all(text in shown for text in SMALL[what].printed)
+    assert len(shown.splitlines()) <= 25
+    lines = [line for line in shown.splitlines() if line.startswith(tuple(row["work"][:32] for row in rows))]
+    assert 0 < max(map(len, lines)) <= 80
+
+
+def test_details_are_shown_when_asked_for(bench, capsys):
+    assert bench("scan", "--suite", "headline", "--verbose") == 0
+    shown = capsys.readouterr().out
+    assert "quartiles" in shown
+    assert "of sgemm" in shown
 
 
 def test_rows_are_not_replaced_in_silence_and_lengths_can_be_plotted(bench, tmp_path, capsys):

@@ -94,6 +94,13 @@ def test_every_command_explains_itself(command, capsys):
     assert f"efla {command}" in capsys.readouterr().out
 
 
+def test_an_error_names_each_choice_once(capsys):
+    assert cli.main(["train", "--dry-run", "--set", 'mixers=["linear", "softmx"]']) == 1
+    shown = capsys.readouterr().err
+    assert "unknown mixer 'softmx'; did you mean 'softmax'?" in shown
+    assert shown.count("linear") == 1
+
+
 def test_an_unknown_command_offers_the_nearest(capsys):
     assert cli.main(["docter"]) == 2
     assert "did you mean 'doctor'" in capsys.readouterr().err
@@ -134,11 +141,13 @@ def test_module_and_command_are_the_same(monkeypatch, capsys):
     assert capsys.readouterr().out.strip() == f"efla {efla.__version__}"
 
 
-def test_doctor_finds_every_backend_right(capsys):
+def test_doctor_finds_every_backend_right_and_fits_a_screen(monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "80")
     assert cli.main(["doctor"]) == 0
     shown = capsys.readouterr().out
-    assert "right in" in shown
+    assert "right, " in shown
     assert all(name in shown for name in efla.backends())
+    assert len(shown.splitlines()) <= 25
 
 
 def test_doctor_reports_a_backend_that_is_wrong(monkeypatch, capsys):

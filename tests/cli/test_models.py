@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
 import tyro
 
+from efla import cli
 from efla.cli.models import convert, generate, info
 from efla.models.tokenizer import ByteTokenizer, TimedStreamer
 from tests.fresh import run_fresh
@@ -52,7 +54,13 @@ def test_what_is_no_model_is_named(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"has no config\.json"):
         run(info, tmp_path)
     (tmp_path / "config.json").write_text('{"model_type": "delta_net"}')
-    with pytest.raises(ValueError, match="is a 'delta_net' model; `efla convert` reads"):
+    with pytest.raises(ValueError, match="is a 'delta_net' model; `efla convert` makes an efla model of it"):
+        run(info, tmp_path)
+    (tmp_path / "config.json").write_text('{"model_type": "qwen3_5"}')
+    with pytest.raises(ValueError, match="is a 'qwen3_5' model; only efla models can be described"):
+        run(info, tmp_path)
+    (tmp_path / "checkpoints").mkdir()
+    with pytest.raises(FileNotFoundError, match="a training run without a model; finish it with the same efla train"):
         run(info, tmp_path)
     with pytest.raises(ValueError, match="is a preset without weights"):
         run(generate, "efla-tiny", "--prompt", "x")
@@ -84,6 +92,31 @@ def test_a_model_without_a_tokenizer_says_so(tmp_path):
         ValueError, match="no tokenizer and its vocabulary of 97 is not bytes; name one with --tokenizer"
     ):
         run(generate, tmp_path, "--prompt", "x")
+
+
+@pytest.mark.parametrize("options", [("--top-p", 3), ("--top-p", 0), ("--top-k", -1), ("--temperature", -1)])
+def test_sampling_options_out_of_range_are_refused(byte_model, options):
+    with pytest.raises(ValueError, match="--top-p above 0 and at most 1"):
+        run(generate, byte_model, "--prompt", "x", *options)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
+@pytest.mark.parametrize("device", ["cuda", "cuda:1", "gpu"])
+def test_a_device_that_is_not_there_is_named(byte_model, device, tmp_path, capsys):
+    with pytest.raises(ValueError, match=f"--device {device} cannot be used here .*; use --device cpu or auto"):
+        run(generate, byte_model, "--prompt", "x", "--device", device)
+    assert cli.main(["train", "--device", device, "--output", str(tmp_path)]) == 1
+    assert f"efla train: --device {device} cannot be used here" in capsys.readouterr().err
+
+
+def test_a_training_run_is_a_model_for_every_command(byte_model, tmp_path, capsys):
+    shutil.copytree(byte_model, tmp_path / "run/model")
+    (tmp_path / "run/config.json").write_text("{}")
+    assert run(info, tmp_path / "run") == 0
+    assert run(generate, tmp_path / "run", "--prompt", "x", "--max-new-tokens", 1) == 0
+    assert f"next: efla generate {tmp_path / 'run'} --prompt" in capsys.readouterr().out
+    tiny_model(rule="delta").save_pretrained(tmp_path / "delta/model")
+    assert run(convert, tmp_path / "delta", tmp_path / "fla") == 0
 
 
 def test_streamed_text_never_breaks_a_character():

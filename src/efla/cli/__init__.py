@@ -1,5 +1,6 @@
 """The command line, ``efla COMMAND``. A command is a typed function in a module that is imported when it is called."""
 
+import contextlib
 import importlib
 import importlib.util
 import inspect
@@ -67,9 +68,10 @@ def main(argv: list[str] | None = None) -> int:
         if name not in COMMANDS:
             return _print_completion(" ".join(arguments).removeprefix("--completion").strip(" ="))
         if argv is None and "--help" not in arguments:
-            from efla.native import keep_freed_memory
+            with contextlib.suppress(ImportError):  # an exported model runs without torch
+                from efla.native import keep_freed_memory
 
-            keep_freed_memory()
+                keep_freed_memory()
         return _run(name, arguments[1:])
     except KeyboardInterrupt:
         if show_trace:
@@ -95,9 +97,10 @@ def _run(name: str, arguments: list[str]) -> int:
         return int(function(arguments))
     about = inspect.cleandoc(function.__doc__ or "").partition("\nArgs:")[0].strip()
     if name in _TAKES_IMPORT:
-        about += "\n\n--import MODULE first imports a module or .py file, for instance one that registers a rule."
+        about += "\n\nWith --import MODULE, a module or .py file is imported first; it may register a rule of your own."
     about += f"\n\nExample: efla {COMMANDS[name].example}"
-    return int(tyro.cli(function, prog=f"efla {name}", args=arguments, description=about) or 0)
+    style = (tyro.conf.PositionalMetavarFromFieldName, tyro.conf.DisallowNone, tyro.conf.FlagCreatePairsOff)
+    return int(tyro.cli(function, prog=f"efla {name}", args=arguments, description=about, config=style) or 0)
 
 
 def _function(name: str) -> Callable[..., Any]:

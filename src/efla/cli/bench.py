@@ -19,6 +19,8 @@ from efla.errors import unknown_name
 from efla.runs.rows import write_atomically
 from efla.runs.timing import Measurement
 
+MOST_LINES = 18
+"""Pieces of work in the summary; with the lines around it, it fits a terminal of 25 lines."""
 # The benchmarks of an experiment's model are in its folder.
 _MODULES = {name: f"efla.experiments.{name}.bench" for name in ("smnist", "mad")}
 
@@ -26,12 +28,13 @@ _MODULES = {name: f"efla.experiments.{name}.bench" for name in ("smnist", "mad")
 def bench(
     what: Annotated[Literal["scan", "models", "train", "smnist", "mad", "evaluation"], tyro.conf.Positional] = "scan",
     /,
-    suite: tuple[str, ...] = (),
-    threads: int | None = None,
+    suite: Annotated[tuple[str, ...], tyro.conf.arg(help_behavior_hint="(default: all)")] = (),
+    threads: Annotated[int | None, tyro.conf.arg(help_behavior_hint="(default: torch's number)")] = None,
     rounds: int = 7,
+    verbose: bool = False,
     json: bool = False,
-    output: Path | None = None,
-    plot: Path | None = None,
+    output: Annotated[Path | None, tyro.conf.arg(help_behavior_hint="(optional)")] = None,
+    plot: Annotated[Path | None, tyro.conf.arg(help_behavior_hint="(optional)")] = None,
 ) -> int:
     """Compare the speed of efla, transformers, softmax attention and the machine's sgemm in one process.
 
@@ -40,11 +43,12 @@ def bench(
     Args:
         what: The scan alone, whole models, training (a step, the loop, preparing text), a training step of the
             sequential MNIST classifier or of the MAD model, or the scoring of multiple-choice questions (needs EFLA_DATA).
-        suite: Which parts to run, all by default. Scan: headline, rules, lengths, decode. Models: throughput, contexts.
+        suite: Which parts to run. Scan: headline, rules, lengths, decode. Models: throughput, contexts.
             Train: step, surroundings, preparing. Smnist: training. Mad: step, scan. Evaluation: hellaswag.
-        threads: Threads for every contender; default is torch's number.
+        threads: Threads for every contender.
         rounds: How often each contender is timed; medians and quartiles are reported.
-        json: Print rows as JSON instead of tables.
+        verbose: Print a table per piece of work, with quartiles and rates, instead of a line.
+        json: Print rows as JSON instead.
         output: Also write the rows to this JSON file.
         plot: Also plot cost against length to this SVG or PNG file (needs the suite "lengths").
     """
@@ -64,13 +68,19 @@ def bench(
         benchmarks.check_contenders()
     machine = benchmarks.processor_name()
     console.print(f"[green]correctness check passed[/]; {machine}, {threads} threads, float32 unless noted")
-    measurements: list[Measurement] = []
+    groups: list[list[Measurement]] = []
     with redirect_stdout(sys.stderr if json else sys.stdout):  # what a suite prints is not JSON
         for name in suite or suites:
             for group in suites[name](threads, rounds):
-                measurements += group
-                if not json:
+                groups.append(group)
+                if verbose and not json:
                     console.print(comparison_table(group))
+    if not json and not verbose:
+        for group in groups[:MOST_LINES]:
+            console.print(summary_line(group, console.width), markup=False, highlight=False)
+        if len(groups) > MOST_LINES:
+            console.print(f"and {len(groups) - MOST_LINES} more with --verbose or --suite NAME")
+    measurements = [m for group in groups for m in group]
     record = {
         "machine": machine,
         "facts": benchmarks.machine_facts(),
@@ -86,10 +96,25 @@ def bench(
         output.parent.mkdir(parents=True, exist_ok=True)
         before = f" (replacing those of {_date(output)})" if output.exists() else ""
         write_atomically(output, f"{text}\n".encode())
-        console.print(f"rows     {output}{before}", markup=False, soft_wrap=True)
+        console.print(f"rows: {output}{before}", markup=False, soft_wrap=True)
     if plot is not None:
         plot_lengths(measurements, plot, f"{machine}, {threads} threads")
+    if output is None and not json:
+        console.print("next: --verbose shows quartiles and rates, --output FILE keeps the rows", markup=False)
     return 0
+
+
+def summary_line(group: list[Measurement], width: int) -> str:
+    """A piece of work on one line: the first contender's median, and the others' as multiples of it."""
+    first, *others = group
+    peers_first = sorted(others, key=lambda m: not m.contender.startswith("transformers"))
+    ratios = (f"{m.contender} {m.median / first.median:.1f}x" for m in peers_first if m.contender != "sgemm")
+    line = f"{_cut(first.work, 33):<33}  {_cut(first.contender, 16)} {_time(first.median)}, {', '.join(ratios)}"
+    return _cut(line.removesuffix(", "), width)
+
+
+def _cut(text: str, width: int) -> str:
+    return text if len(text) <= width else f"{text[: width - 1]}…"
 
 
 def comparison_table(group: list[Measurement]) -> Table:

@@ -1,5 +1,6 @@
 """``efla doctor``: what runs on this machine, and whether its results are right."""
 
+import textwrap
 import time
 from dataclasses import dataclass
 
@@ -24,29 +25,38 @@ class BackendReport:
     seconds: float
 
 
-def doctor() -> int:
+def doctor(verbose: bool = False) -> int:
     """Show versions, threads, SIMD level and backends, and check each backend against the float64 oracle.
 
     Exits with 1 if a backend that runs here gives a wrong result.
+
+    Args:
+        verbose: Also show packages that are not needed for the CPU, and the whole message of an error.
     """
     console = Console()
     facts = Table(show_header=False, box=None, pad_edge=False)
     for key, value in machine_facts().items():
-        facts.add_row(f"[bold]{key}[/]", value)
+        if verbose or value != "not installed":
+            facts.add_row(f"[bold]{key}[/]", value)
     console.print(facts)
-    console.print()
 
     reports = [check_backend(name) for name in efla.backends()]
-    table = Table("backend", "here", "self-check against the float64 oracle", title="Backends", title_justify="left")
+    table = Table("backend", "self-check against the float64 oracle", box=None, pad_edge=False)
     for report in reports:
+        result = f"[green]right[/], {report.seconds:.2f} s"
         if report.reason is not None:
-            table.add_row(report.name, "[yellow]no[/]", escape(report.reason))
-        elif report.problem is not None:
-            table.add_row(report.name, "[green]yes[/]", f"[bold red]WRONG[/] {escape(report.problem)}")
-        else:
-            table.add_row(report.name, "[green]yes[/]", f"[green]right[/] in {report.seconds:.2f} s")
+            result = f"[yellow]not here[/]: {escape(report.reason)}"
+        if report.problem is not None:
+            problem = (
+                report.problem if verbose else textwrap.shorten(report.problem, 300, placeholder=" ... (--verbose)")
+            )
+            result = f"[bold red]WRONG[/]: {escape(problem)}"
+        table.add_row(report.name, result)
+    console.print()
     console.print(table)
-    return 1 if any(report.problem for report in reports) else 0
+    is_wrong = any(report.problem for report in reports)
+    console.print(f"\nnext: {'report the problem with efla doctor --verbose' if is_wrong else 'efla train'}")
+    return 1 if is_wrong else 0
 
 
 def check_backend(name: str) -> BackendReport:

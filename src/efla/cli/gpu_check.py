@@ -45,7 +45,7 @@ def gpu_check(
     all_configs: bool = False,
     jobs: int = max(1, (os.cpu_count() or 1) // 2),
     steps: tuple[Step, ...] = ("compile", "traffic", "conformance", "throughput"),
-    details: bool = False,
+    verbose: bool = False,
     output: Path | None = None,
 ) -> int:
     """Check the fla backend. Run this first on a GPU; it is useful without one too. Needs the extra 'gpu'.
@@ -64,7 +64,7 @@ def gpu_check(
         all_configs: Compile all configurations of the autotuner instead of stopping at the first that fits: takes hours.
         jobs: Number of compilers that run at a time.
         steps: What to do; conformance and throughput need a GPU and are skipped without one.
-        details: Also list every compiled kernel.
+        verbose: Also list every compiled kernel.
         output: Also write everything to this JSON file. An existing file is not overwritten.
     """
     console = Console(soft_wrap=True)
@@ -84,7 +84,7 @@ def gpu_check(
         groups = _tracked(console, "compiling kernels", compiling, len(targets) * len(widths))
         kernels = [k for *_, found in sorted(groups, key=lambda g: (targets.index(g[0]), g[1])) for k in found]
         record["kernels"] = [asdict(kernel) for kernel in kernels]
-        is_right &= report_kernels(console, kernels, details)
+        is_right &= report_kernels(console, kernels, verbose)
     if "traffic" in steps:
         with console.status("counting bytes"):
             traffic = count_traffic(widths)
@@ -115,7 +115,7 @@ def gpu_check(
     return 0 if is_right else 1
 
 
-def report_kernels(console: Console, kernels: list[CompiledKernel], details: bool) -> bool:
+def report_kernels(console: Console, kernels: list[CompiledKernel], verbose: bool) -> bool:
     """Print what the kernels use and what does not fit; returns whether each fits in some configuration."""
     alternatives = defaultdict(list)
     groups = defaultdict(list)
@@ -158,7 +158,7 @@ def report_kernels(console: Console, kernels: list[CompiledKernel], details: boo
             f"[bold red]{kernel.kernel} of {kernel.operation} fits in no configuration "
             f"on {kernel.target} at width {kernel.width}[/]"
         )
-    if details:
+    if verbose:
         console.print("\nEvery kernel:\n")
         rows = [[getattr(k, name) or "" for name in _DETAILS] for k in kernels]
         print_table(console, None, _DETAILS, rows)

@@ -21,10 +21,11 @@ def info(model: Annotated[str, tyro.conf.Positional], context: int = 2048, json:
     """Print a model's mixers, sizes, parameters, state per sequence and operations per token.
 
     Args:
-        model: A folder with config.json, a name on the Hugging Face hub, or a preset (efla.presets.names()).
+        model: A folder written by efla train or save_pretrained, a name on the Hugging Face hub, or a preset.
         context: Number of previous tokens, for the operations and memory of softmax layers.
         json: Print JSON instead of a table.
     """
+    from efla.models import presets
     from efla.models.loading import load_config
 
     facts = describe(load_config(model), context)
@@ -35,6 +36,8 @@ def info(model: Annotated[str, tyro.conf.Positional], context: int = 2048, json:
     for name, value in facts.items():
         shown = f"{value:,}" if isinstance(value, int) else value
         print(f"{name.replace('_', ' '):<{width}}  {shown}")
+    is_preset = model in presets.names()
+    print(f"next: efla {f'train --model {model}' if is_preset else f'generate {model} --prompt TEXT'}")
     return 0
 
 
@@ -74,14 +77,14 @@ def generate(
     top_k: int = 0,
     top_p: float = 1.0,
     seed: int = 0,
-    tokenizer: str | None = None,
-    device: str = "cpu",
+    tokenizer: Annotated[str | None, tyro.conf.arg(help_behavior_hint="(default: the model's own)")] = None,
+    device: str = "auto",
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto",
 ) -> int:
     """Continue a prompt. Text is printed as it is generated, then tokens per second (on stderr).
 
     Args:
-        model: A folder written by save_pretrained or efla train, a name on the Hugging Face hub, or a file written by
+        model: A folder written by efla train or save_pretrained, a name on the Hugging Face hub, or a file written by
             efla export onnx.
         prompt: Text to continue; "-" reads it from standard input.
         max_new_tokens: Maximum number of new tokens.
@@ -90,12 +93,13 @@ def generate(
         top_p: Sample only among the most likely tokens of this total probability.
         seed: Seed of the sampling.
         tokenizer: Tokenizer folder or name, if the model's folder has none. A vocabulary of 256 is bytes.
-        device: Device to run on, such as cpu or cuda.
+        device: auto, cpu or cuda.
         dtype: Precision of the weights; auto uses the checkpoint's.
     """
-    if max_new_tokens < 1 or temperature < 0:
+    if max_new_tokens < 1 or temperature < 0 or top_k < 0 or not 0 < top_p <= 1:
         raise ValueError(
-            f"max_new_tokens must be at least 1 and temperature at least 0, got {max_new_tokens}, {temperature}"
+            "--max-new-tokens must be at least 1, --temperature and --top-k at least 0, and --top-p above 0 and at most 1; "
+            f"got {max_new_tokens}, {temperature:g}, {top_k} and {top_p:g}"
         )
     refuse_ignored(
         {"top-k": temperature == 0 and top_k != 0, "top-p": temperature == 0 and top_p != 1}, "at --temperature 0"
@@ -103,7 +107,7 @@ def generate(
     text = sys.stdin.read() if prompt == "-" else prompt
     if model.endswith(".onnx"):
         refuse_ignored(
-            {"tokenizer": tokenizer is not None, "device": device != "cpu", "dtype": dtype != "auto"},
+            {"tokenizer": tokenizer is not None, "device": device not in ("auto", "cpu"), "dtype": dtype != "auto"},
             "with an ONNX file",
         )
         return _generate_onnx(
@@ -115,7 +119,7 @@ def generate(
     from efla.models.tokenizer import TimedStreamer
 
     loaded = load_model(model, tokenizer=tokenizer, device=device, dtype=dtype)
-    ids = torch.tensor([loaded.tokenizer.encode(text)], dtype=torch.long, device=device)
+    ids = torch.tensor([loaded.tokenizer.encode(text)], dtype=torch.long, device=loaded.model.device)
     if ids.shape[1] == 0:
         raise ValueError("the prompt has no tokens; give some text")
     streamer = TimedStreamer(loaded.tokenizer, lambda piece: print(piece, end="", flush=True))
@@ -134,7 +138,7 @@ def generate(
             **sampling,
         )
     print()
-    print(_rates(ids.shape[1], streamer.times), file=sys.stderr)
+    print(f"{_rates(ids.shape[1], streamer.times)}\nnext: efla eval {model} --tasks paper", file=sys.stderr)
     return 0
 
 
@@ -167,20 +171,23 @@ def _rates(num_prompt: int, times: list[float]) -> str:
     return line
 
 
-def convert(source: Annotated[Path, tyro.conf.Positional], target: Annotated[Path, tyro.conf.Positional]) -> int:
+def convert(source: Annotated[str, tyro.conf.Positional], target: Annotated[Path, tyro.conf.Positional]) -> int:
     """Convert a checkpoint folder between flash-linear-attention and efla; the source's config.json sets the direction.
 
     From flash-linear-attention (delta_net, gated_deltanet, mamba2, transformer; also transformers' mamba2) to efla, and from
     efla to flash-linear-attention where it has a counterpart.
 
     Args:
-        source: Folder with config.json and *.safetensors.
+        source: Folder with config.json and *.safetensors, or one written by efla train.
         target: New folder for the result.
     """
     from efla.models.convert import convert_folder
+    from efla.models.loading import find_model
 
-    config = convert_folder(source, target)
+    config = convert_folder(find_model(source), target)
     mixers = config.get("mixers")
     layers = f", layers {', '.join(dict.fromkeys(mixers))}" if mixers else ""
     print(f"{target}: model_type {config['model_type']}{layers}")
+    if config["model_type"] == "efla":
+        print(f"next: efla generate {target} --prompt TEXT")
     return 0

@@ -45,8 +45,8 @@ class EvaluationSettings:
     """Tokens the model sees at once (default: the config's max_position_embeddings)."""
     tokenizer: str | None = None
     """Tokenizer folder or name if the model's folder has none; "bytes" for bytes, the default for a vocabulary of 256."""
-    device: str = "cpu"
-    """Where to run, such as cpu or cuda."""
+    device: str = "auto"
+    """auto, cpu or cuda."""
     dtype: Literal["auto", "float32", "bfloat16", "float16", "float64"] = "auto"
     """Precision of the weights; auto is the checkpoint's own."""
     share: bool = True
@@ -265,7 +265,7 @@ class TaskEvaluation(Evaluation):
             "model_dtype": str(loaded.model.dtype),
             "limit": self.settings.limit,
             "batch_size": self.settings.batch_tokens,
-            "device": self.settings.device,
+            "device": str(loaded.model.device),
             "digest": loaded.digest,
         }
         merged |= {"model_name": loaded.name, "max_length": loaded.max_length}

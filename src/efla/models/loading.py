@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any
 from efla.models import presets
 
 if TYPE_CHECKING:
+    import torch
+
     from efla.models.configuration_efla import EflaConfig
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "tekken.json")
@@ -68,6 +70,21 @@ def _parts(source: str) -> tuple[str, ...]:
     return parts[:-1] if len(parts) > 1 and parts[-1] == "model" else parts
 
 
+def choose_device(name: str) -> torch.device:
+    """The device of that name, if it can be used here; "auto" is a GPU where torch finds one, else the CPU."""
+    import torch
+
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        device = torch.device(name)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        reason = str(error).strip().splitlines()[0].rstrip(".")
+        raise ValueError(f"--device {name} cannot be used here ({reason}); use --device cpu or auto") from error
+    return device
+
+
 def find_model(source: str) -> str:
     """The model's folder (the folder ``model`` in that of a training run), or its name on the hub."""
     folder = Path(source)
@@ -78,6 +95,10 @@ def find_model(source: str) -> str:
         if not (folder / "config.json").is_file():
             raise FileNotFoundError(
                 f"{source} has no config.json; give a folder written by save_pretrained or efla train"
+            )
+        if (folder / "checkpoints").is_dir():
+            raise FileNotFoundError(
+                f"{source} is a training run without a model; finish it with the same efla train command"
             )
     elif folder.is_absolute() or source.startswith(".") or source.count("/") > 1 or folder.exists():
         raise FileNotFoundError(f"{source!r} is neither a folder with a model nor a name on the hub (owner/name)")
@@ -98,7 +119,12 @@ def load_config(source: str) -> EflaConfig:
     values, _ = EflaConfig.get_config_dict(find_model(source))
     kind = values.get("model_type")
     if kind != "efla":
-        raise ValueError(f"{source} is a {kind!r} model; `efla convert` reads flash-linear-attention's into ours")
+        from efla.models.convert import MODEL_TYPES
+
+        advice = (
+            "`efla convert` makes an efla model of it" if kind in MODEL_TYPES else "only efla models can be described"
+        )
+        raise ValueError(f"{source} is a {kind!r} model; {advice}. `efla generate` and `efla eval` take it as it is")
     return EflaConfig.from_dict(values)
 
 
@@ -114,10 +140,11 @@ def load_model(
     """A causal language model, ours or any of transformers, from safetensors only.
 
     source: as in :func:`find_model`. tokenizer: a folder, a name on the hub or "bytes"; default the model's own.
-    max_length: default the config's ``max_position_embeddings``, else 2,048.
+    device: as in :func:`choose_device`. max_length: default the config's ``max_position_embeddings``, else 2,048.
     """
     from transformers import AutoConfig, AutoModelForCausalLM
 
+    chosen_device = choose_device(device)
     if source in presets.names():
         raise ValueError(f"{source!r} is a preset without weights; train it first: efla train --help")
     name = name or source
@@ -137,7 +164,7 @@ def load_model(
             model: Any = AutoModelForCausalLM.from_pretrained(source, dtype=dtype, use_safetensors=True)
     except Exception as error:
         raise ValueError(f"the model {source!r} could not be loaded: {_line(error)}") from error
-    model.to(device).eval()
+    model.to(chosen_device).eval()
     limit = getattr(config.get_text_config(), "max_position_embeddings", None) or 2048
     return Loaded(name, model, chosen, int(max_length or limit), source)
 

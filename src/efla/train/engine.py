@@ -20,6 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
+from efla.models.loading import choose_device
 from efla.train.sequence import SequenceGroup, split_sequence
 
 Strategy = Literal["auto", "single", "ddp", "fsdp", "hsdp"]
@@ -204,14 +205,10 @@ def check_layout(strategy: str, world: int, shard_size: int | None, sequence_par
 
 
 def _device(name: str) -> torch.device:
-    local = int(os.environ.get("LOCAL_RANK", "0"))
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    if name == "cuda":
-        if not torch.cuda.is_available():
-            raise ValueError("--device cuda, but torch finds no CUDA device here; use --device cpu")
-        return torch.device("cuda", local % torch.cuda.device_count())
-    return torch.device(name)
+    device = choose_device(name)
+    if device.type == "cuda" and device.index is None:
+        return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
+    return device
 
 
 def _store(timeout: datetime.timedelta) -> tuple[Store | None, int]:
