@@ -4,10 +4,11 @@ import json
 import os
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from pathlib import Path
-from typing import Literal, TypeVar
+from typing import Annotated, Literal, TypeVar
 
+import tyro
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -22,19 +23,7 @@ from efla.scans.backends.fla import missing
 
 T = TypeVar("T")
 Step = Literal["compile", "traffic", "conformance", "throughput"]
-_DETAILS = [
-    "target",
-    "width",
-    "operation",
-    "kernel",
-    "config",
-    "warps",
-    "stages",
-    "shared",
-    "registers",
-    "spilled",
-    "problem",
-]
+_DETAILS = [field.name for field in fields(CompiledKernel) if field.name not in ("launch", "dtype", "seconds")]
 
 
 def gpu_check(
@@ -46,7 +35,7 @@ def gpu_check(
     jobs: int = max(1, (os.cpu_count() or 1) // 2),
     steps: tuple[Step, ...] = ("compile", "traffic", "conformance", "throughput"),
     verbose: bool = False,
-    output: Path | None = None,
+    output: Annotated[Path | None, tyro.conf.arg(help_behavior_hint="(optional)")] = None,
 ) -> int:
     """Check the fla backend. Run this first on a GPU; it is useful without one too. Needs the extra 'gpu'.
 
@@ -111,7 +100,7 @@ def gpu_check(
     if output is not None:
         output.parent.mkdir(parents=True, exist_ok=True)
         output.write_text(json.dumps(record, indent=1) + "\n")
-        console.print(f"\nwritten to {output}")
+        console.print(f"\nrows: {output}")
     return 0 if is_right else 1
 
 
@@ -127,41 +116,27 @@ def report_kernels(console: Console, kernels: list[CompiledKernel], verbose: boo
     for (target, width), here in groups.items():
         fitting = [kernel for kernel in here if kernel.problem is None]
         worst = max(fitting, key=lambda kernel: kernel.spilled, default=None)
-        rows.append(
-            [
-                f"{target} ({TARGETS[target].example})",
-                width,
-                len(here),
-                f"{max((kernel.shared for kernel in fitting), default=0):,} of {TARGETS[target].shared_bytes:,}",
-                max((kernel.registers for kernel in fitting), default=0),
-                f"{worst.spilled:,} ({worst.kernel})" if worst is not None and worst.spilled else "0",
-                len(here) - len(fitting),
-                "no" if any(kernel in lost for kernel in here) else "yes",
-            ]
-        )
+        shared = f"{max((kernel.shared for kernel in fitting), default=0):,} of {TARGETS[target].shared_bytes:,}"
+        registers = max((kernel.registers for kernel in fitting), default=0)
+        spilled = f"{worst.spilled:,} ({worst.kernel})" if worst is not None and worst.spilled else "0"
+        all_fit = "no" if any(kernel in lost for kernel in here) else "yes"
+        name = f"{target} ({TARGETS[target].example})"
+        rows.append([name, width, len(here), shared, registers, spilled, len(here) - len(fitting), all_fit])
     columns = "target,width,compiled,most shared memory,most registers,most spilled bytes,do not fit,every kernel fits"
     print_table(console, "Kernels compiled ahead of time", columns.split(","), rows)
     problems = [kernel for kernel in kernels if kernel.problem is not None]
     if problems:
         console.print("\nConfigurations that do not fit; the autotuner skips them:\n")
-        print_table(
-            console,
-            None,
-            ["target", "width", "kernel", "configuration", "why"],
-            [
-                [k.target, k.width, k.kernel, f"{k.config} warps {k.warps} stages {k.stages}", k.problem]
-                for k in problems
-            ],
-        )
+        rows = [
+            [k.target, k.width, k.kernel, f"{k.config} warps {k.warps} stages {k.stages}", k.problem] for k in problems
+        ]
+        print_table(console, None, ["target", "width", "kernel", "configuration", "why"], rows)
     for kernel in lost:
-        console.print(
-            f"[bold red]{kernel.kernel} of {kernel.operation} fits in no configuration "
-            f"on {kernel.target} at width {kernel.width}[/]"
-        )
+        where = f"on {kernel.target} at width {kernel.width}"
+        console.print(f"[bold red]{kernel.kernel} of {kernel.operation} fits in no configuration {where}[/]")
     if verbose:
         console.print("\nEvery kernel:\n")
-        rows = [[getattr(k, name) or "" for name in _DETAILS] for k in kernels]
-        print_table(console, None, _DETAILS, rows)
+        print_table(console, None, _DETAILS, [[getattr(k, name) or "" for name in _DETAILS] for k in kernels])
     return not lost
 
 

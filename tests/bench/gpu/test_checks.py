@@ -56,10 +56,10 @@ def test_what_does_not_fit_is_said():
 
 def test_a_kernel_that_fits_in_another_configuration_is_fine(capsys):
     too_big = replace(KERNEL, config="BV 64", shared=69632, problem="shared memory 69,632 > 65,536 bytes")
-    assert gpu_check.report_kernels(Console(soft_wrap=True), [too_big, KERNEL], details=True)
+    assert gpu_check.report_kernels(Console(soft_wrap=True), [too_big, KERNEL], verbose=True)
     assert "69,632 > 65,536" in capsys.readouterr().out
     another_launch = replace(KERNEL, launch=2)
-    assert not gpu_check.report_kernels(Console(soft_wrap=True), [too_big, another_launch], details=False)
+    assert not gpu_check.report_kernels(Console(soft_wrap=True), [too_big, another_launch], verbose=False)
     assert "fits in no configuration on gfx942 at width 256" in capsys.readouterr().out
 
 
