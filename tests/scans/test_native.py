@@ -15,7 +15,7 @@ from efla.rules import UpdateRule
 from efla.rules.base import without_decay
 from efla.rules.exact_flow import ExactFlow
 from efla.scans.backends import native
-from efla.scans.operators import fused_op
+from efla.scans.operators import scan_op
 from efla.testing import make_inputs, run
 from tests.fresh import run_fresh
 from tests.scans.cases import RULES, assert_all_match
@@ -110,10 +110,11 @@ def test_values_outside_a_rules_domain_are_noticed_by_the_kernels():
 
 
 @pytest.mark.parametrize("packed", [None, [5, 0, 80]], ids=["dense", "packed"])
-def test_the_fused_operator_passes_opcheck(packed):
+def test_the_operator_passes_opcheck_with_a_rule(packed):
     inputs = make_inputs("gated_efla", length=70, packed=packed, initial_state=True)
-    leaves = [x.requires_grad_() for x in inputs.tensors().values()]
-    torch.library.opcheck(fused_op, (*leaves, inputs.cu_seqlens, 0.5, "gated_efla", "qk", True))
+    q, k, v, beta, log_gate, initial_state = (x.requires_grad_() for x in inputs.tensors().values())
+    tensors = (q, k, v, None, None, None, log_gate, beta, initial_state)
+    torch.library.opcheck(scan_op, (*tensors, inputs.cu_seqlens, 0.5, 64, "gated_efla", "qk", "native", True))
 
 
 def test_a_rule_of_ones_own_runs_on_the_kernels_too():

@@ -93,8 +93,8 @@ def test_operator_passes_opcheck(backend, packed):
     leaves, cu_seqlens = leaves_of(25, packed=packed, initial_state=True)
     q, k, v, _, _ = leaves
     scalar = torch.rand(q.shape[:3])
-    arguments = (q, k, v, -scalar, scalar.clone(), scalar.clone(), None, cu_seqlens, 0.5, 16, backend, True)
-    torch.library.opcheck(scan_op, arguments)
+    tensors = (q, k, v, -scalar, scalar.clone(), scalar.clone(), None, None, None)
+    torch.library.opcheck(scan_op, (*tensors, cu_seqlens, 0.5, 16, "", "", backend, True))
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -7,7 +7,7 @@ from efla.rules.delta import Delta, GatedDelta
 from efla.rules.exact_flow import ExactFlow, GatedExactFlow, GatedExactFlowLog
 from efla.rules.runge_kutta import CrankNicolson, ImplicitEuler, Midpoint, RungeKutta4
 
-__all__ = ["FlowRates", "StepCoefficients", "UpdateRule", "get", "names", "register"]
+__all__ = ["FlowRates", "StepCoefficients", "UpdateRule", "builtin_name", "get", "names", "register"]
 
 _RULES: dict[str, UpdateRule] = {}
 
@@ -36,6 +36,11 @@ def get(rule: str | UpdateRule) -> UpdateRule:
         raise unknown_name("rule", rule, _RULES) from None
 
 
+def builtin_name(rule: UpdateRule) -> str | None:
+    """The name of a rule of this package; ``None`` for a rule of the user's own."""
+    return rule.name if type(rule) in _BUILTIN else None
+
+
 def names() -> list[str]:
     """Names of all rules, in the order of their registration."""
     return list(_RULES)
@@ -55,3 +60,4 @@ for _rule in (
     GatedExactFlowLog(),
 ):
     register(_rule)
+_BUILTIN = frozenset(map(type, _RULES.values()))

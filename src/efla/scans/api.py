@@ -1,6 +1,6 @@
 """The two public operations: validate, compute the rule's scalars, choose a backend, run."""
 
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -9,10 +9,9 @@ from torch.compiler import is_dynamo_compiling
 from efla import rules
 from efla.rules import UpdateRule
 from efla.scans import validation
-from efla.scans.backends import choose_backend, fla, log_choice, native
-from efla.scans.keys import l2_normalize, squared_norm
-from efla.scans.operators import needs_gradient, run_fused, run_scan, without_autocast
-from efla.scans.request import Backend, FusedRequest, ScanRequest, compute_dtype
+from efla.scans.backends import choose_backend, fast_path, log_choice
+from efla.scans.operators import run, without_autocast
+from efla.scans.request import ScanRequest, compute_dtype
 from efla.scans.validation import CHUNK_SIZES
 
 
@@ -46,14 +45,16 @@ def linear_attention(
     backend: see :func:`efla.backends`.
     inplace_state: the final state may overwrite initial_state, which saves a copy per decoded token; not with gradients.
     """
-    if cu_seqlens is None and backend in _TRY_NATIVE and chunk_size in CHUNK_SIZES and not is_dynamo_compiling():
-        done = native.attend(
-            q, k, v, beta, log_gate, rule, qk_l2norm, scale, initial_state, output_final_state, inplace_state,
-            validation.enabled,
+    fast = fast_path(backend)
+    if fast is not None and cu_seqlens is None and chunk_size in CHUNK_SIZES and not is_dynamo_compiling():
+        name, decode = fast
+        done = decode(
+            q, k, v, beta, log_gate, rule if isinstance(rule, str) else rules.builtin_name(rule), qk_l2norm, scale,
+            initial_state, output_final_state, inplace_state, validation.enabled,
         )  # fmt: skip
         if done is not None:
-            if backend is not _announced:
-                _announce(backend)
+            if backend != name:
+                log_choice(name, "cpu")
             return done
     update_rule = rules.get(rule)
     if validation.enabled:
@@ -63,46 +64,24 @@ def linear_attention(
         validation.warn_about_layout(k)
     dtype = compute_dtype(q, k, v, initial_state)
     chosen = choose_backend(backend, k, v, dtype)
-    scale = _default_scale(scale, k)
-    if chosen.name == "native" and native.fuses(update_rule):
-        fused = FusedRequest(
-            q=q,
-            k=k,
-            v=v,
-            rule=update_rule.name,
-            beta=beta if beta is None or beta.dtype == dtype else beta.to(dtype),
-            log_gate=log_gate if log_gate is None or log_gate.dtype == dtype else log_gate.to(dtype),
-            normalise=_NORMALISED[qk_l2norm],
-            scale=scale,
-            initial_state=initial_state,
-            cu_seqlens=cu_seqlens,
-        )
-        result = run_fused(fused, in_place=inplace_state)
-        return result.o, result.final_state if output_final_state else None
-    with without_autocast(k):
-        if chosen.name == "fla" and k.numel() and not torch.compiler.is_compiling():
-            q, k, lam = fla.prepare_keys(q, k, _NORMALISED[qk_l2norm])
-        else:
-            if "q" in _NORMALISED[qk_l2norm]:
-                q = l2_normalize(q.to(dtype))
-            if "k" in _NORMALISED[qk_l2norm]:
-                k = l2_normalize(k.to(dtype))
-            lam = squared_norm(k.to(dtype))
-        lam = lam.repeat_interleave(v.shape[2] // k.shape[2], 2)
-        log_decay, erase, write = _step_coefficients(update_rule, lam, beta, log_gate, dtype)
+    normalise = _NORMALISED[qk_l2norm]
+    inputs: dict[str, Any]
+    if chosen.fuses(update_rule):
+        inputs = {"rule": update_rule.name, "normalise": normalise, "q": q, "k": k}
+        inputs |= {"beta": _convert(beta, dtype), "log_gate": _convert(log_gate, dtype)}
+    else:
+        validation.check_domain(beta, log_gate)
+        with without_autocast(k):
+            q, k, lam = chosen.prepare_keys(q, k, normalise, dtype)
+            lam = lam.repeat_interleave(v.shape[2] // k.shape[2], 2)
+            log_decay, erase, write = _step_coefficients(update_rule, lam, beta, log_gate, dtype)
+        inputs = {"q": q, "k": k, "log_decay": log_decay, "erase": erase, "write": write}
     request = ScanRequest(
-        q=q,
-        k=k,
-        v=v,
-        log_decay=log_decay,
-        erase=erase,
-        write=write,
-        scale=scale,
-        initial_state=initial_state,
-        cu_seqlens=cu_seqlens,
-        chunk_size=chunk_size,
-    )
-    return _run(request, output_final_state, chosen)
+        v=v, scale=_default_scale(scale, k), initial_state=initial_state, cu_seqlens=cu_seqlens, chunk_size=chunk_size,
+        **inputs,
+    )  # fmt: skip
+    o, final_state = run(request, chosen, in_place=inplace_state)
+    return o, final_state if output_final_state else None
 
 
 def scan(
@@ -139,62 +118,37 @@ def scan(
         validation.check_call(k, v, initial_state, cu_seqlens, scale, chunk_size)
         validation.warn_about_layout(k)
     dtype = compute_dtype(q, k, v, initial_state)
-    log_decay, erase, write = _convert(log_decay, erase, write, dtype)
+    log_decay, erase, write = _convert_scalars(log_decay, erase, write, dtype)
     request = ScanRequest(
-        q=q,
-        k=k,
-        v=v,
-        log_decay=log_decay,
-        erase=erase,
-        write=write,
-        scale=_default_scale(scale, k),
-        initial_state=initial_state,
-        cu_seqlens=cu_seqlens,
-        chunk_size=chunk_size,
-    )
-    return _run(request, output_final_state, choose_backend(backend, k, v, dtype))
+        q=q, k=k, v=v, log_decay=log_decay, erase=erase, write=write, scale=_default_scale(scale, k),
+        initial_state=initial_state, cu_seqlens=cu_seqlens, chunk_size=chunk_size,
+    )  # fmt: skip
+    o, final_state = run(request, choose_backend(backend, k, v, dtype))
+    return o, final_state if output_final_state else None
 
 
-_TRY_NATIVE = ("auto", "native")
 _NORMALISED: dict[bool | str, str] = {False: "", True: "qk", "q": "q", "k": "k"}
-_announced: str | None = None
-
-
-def _announce(backend: str) -> None:
-    """Log once which backend "auto" chose; remembers the string object, the cheapest test when decoding."""
-    global _announced
-    if backend == "auto":
-        log_choice("native", "cpu")
-    _announced = backend
 
 
 def _step_coefficients(
     rule: UpdateRule, lam: Tensor, beta: Tensor | None, log_gate: Tensor | None, dtype: torch.dtype
 ) -> tuple[Tensor | None, Tensor | None, Tensor]:
     """The rule's scalars [B, T, Hv] in ``dtype``, computed in lam's dtype, the widest, which stiff keys need."""
-    beta, log_gate = (None if x is None else x.to(lam.dtype) for x in (beta, log_gate))
-    log_decay, erase, write = rule.coefficients(beta, lam, log_gate)
-    return _convert(log_decay if rule.has_decay else None, erase if rule.has_erase else None, write, dtype)
+    log_decay, erase, write = rule.coefficients(_convert(beta, lam.dtype), lam, _convert(log_gate, lam.dtype))
+    return _convert_scalars(log_decay if rule.has_decay else None, erase if rule.has_erase else None, write, dtype)
 
 
-def _convert(
+def _convert_scalars(
     log_decay: Tensor | None, erase: Tensor | None, write: Tensor, dtype: torch.dtype
 ) -> tuple[Tensor | None, Tensor | None, Tensor]:
     """The scalars in ``dtype``. If erase is write, it stays the same tensor: backends have a faster kernel for that."""
     converted = write.to(dtype)
-    if erase is write:
-        erase = converted
-    return (None if log_decay is None else log_decay.to(dtype), None if erase is None else erase.to(dtype), converted)
+    return _convert(log_decay, dtype), converted if erase is write else _convert(erase, dtype), converted
+
+
+def _convert(x: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    return x if x is None or x.dtype == dtype else x.to(dtype)
 
 
 def _default_scale(scale: float | None, k: Tensor) -> float:
     return float(k.shape[3] ** -0.5 if scale is None else scale)
-
-
-def _run(request: ScanRequest, output_final_state: bool, backend: Backend) -> tuple[Tensor, Tensor | None]:
-    if backend.own_autograd and not torch.compiler.is_compiling():
-        with without_autocast(request.k):
-            result = backend.forward(request, save=needs_gradient(*request.tensors()))
-    else:
-        result = run_scan(request, backend.name)
-    return result.o, result.final_state if output_final_state else None

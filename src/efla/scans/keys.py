@@ -14,6 +14,15 @@ def widest(x: Tensor) -> torch.dtype:
     return torch.float32 if x.device.type == "mps" else torch.float64
 
 
+def prepare_keys(q: Tensor, k: Tensor, normalise: str, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    """q and k, of which those in ``normalise`` are L2-normalised in ``dtype``, and lam = k.k: [B, T, Hk]."""
+    if "q" in normalise:
+        q = l2_normalize(q.to(dtype))
+    if "k" in normalise:
+        k = l2_normalize(k.to(dtype))
+    return q, k, squared_norm(k.to(dtype))
+
+
 def squared_norm(k: Tensor) -> Tensor:
     """lam = k.k over the last axis, in the widest dtype: its gradient needs the range.
 

@@ -1,88 +1,103 @@
-"""The scan and fused linear attention as torch operators: schema, fake kernel and autograd formula.
+"""The scan in torch: one operator with its schema, fake kernel and autograd formula, and the short way around it.
 
-    operator            (*tensors, cu_seqlens, *settings, save) -> (o, final_state, saved)
-    backward operator   (*tensors, cu_seqlens, saved, grad_o, grad_final_state, *settings) -> one gradient per tensor
+    efla::scan            (*tensors, cu_seqlens, *settings, save) -> (o, final_state, saved)
+    efla::scan_backward   (*tensors, cu_seqlens, saved, grad_o, grad_final_state, *settings) -> one gradient per tensor
 
-q, k and v come first among the tensors; the others may be ``None``. The operators are registered at import, before any
-tracing, so that ``torch.compile(fullgraph=True)`` sees one opaque differentiable operator for every length and backend.
-``efla::scan`` takes the three scalars of a step. ``efla::fused_attention`` takes beta and log_gate, for a backend that
-computes the scalars inside its kernels.
+The tensors are those of ``ScanRequest.tensors()``. The operators are registered at import, before any tracing, so that
+``torch.compile(fullgraph=True)`` sees one opaque differentiable operator for every rule, length and backend. In plain eager
+mode :func:`run` calls the backend without torch's dispatcher, which costs more than the kernel of a short call.
 """
 
-from __future__ import annotations
-
-from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from efla.scans import validation
-from efla.scans.backends import get_backend, native
-from efla.scans.request import FusedRequest, ScanRequest, ScanResult
+from efla.phi import forward_mode
+from efla.scans.backends import get_backend
+from efla.scans.request import Backend, ScanRequest
 
-if TYPE_CHECKING:
-    from torch._library.custom_ops import CustomOpDef
-
-_SCAN_FIELDS = (
-    *("q", "k", "v", "log_decay", "erase", "write", "initial_state"),
-    *("cu_seqlens", "scale", "chunk_size"),
-)
-_FUSED_FIELDS = (
-    *("q", "k", "v", "beta", "log_gate", "initial_state"),
-    *("cu_seqlens", "scale", "rule", "normalise"),
-)
+_NUM_TENSORS = 9
+_PLAIN = (Tensor, torch.nn.Parameter, type(None))
 
 
-def fake_result(
-    request: ScanRequest | FusedRequest, save: bool, saved_size: Callable[[], int]
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Empty (o, final_state, saved) of the right sizes; ``saved_size`` is called for unpacked input only."""
-    size: int | torch.SymInt = 0
-    if save and (request.cu_seqlens is not None or isinstance(request.k.shape[1], torch.SymInt)):
-        # How many chunks a packed batch has depends on its boundaries, which a fake tensor does not hold; and an exact size
-        # that may be zero would split torch.export's dynamic length into cases.
-        size = torch.library.get_ctx().new_dynamic_size()
-    elif save:
-        size = saved_size()
-    saved = request.k.new_empty(size, dtype=request.compute_dtype)
-    return request.v.new_empty(request.v.shape), request.new_state(request.num_sequences), saved
+def run(request: ScanRequest, backend: Backend, *, in_place: bool = False) -> tuple[Tensor, Tensor]:
+    """(o, final_state) of a validated request, differentiable where a gradient is needed.
+
+    in_place: the final state may overwrite the initial one; ignored where a gradient is needed.
+    """
+    tensors = request.tensors()
+    save = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+    if backend.own_autograd and not torch.compiler.is_compiling():
+        with without_autocast(request.k):
+            return backend.forward(request, save)[:2]
+    if request.k.is_meta or not _is_plain_eager(tensors):
+        return scan_op(*tensors, request.cu_seqlens, *_settings(request), backend.name, save)[:2]
+    if save:
+        return _Scan.apply(backend, request, *tensors)  # type: ignore[no-untyped-call, no-any-return]
+    with without_autocast(request.k):
+        return backend.forward(request, save, in_place)[:2]
 
 
-def register_gradients(operator: CustomOpDef, backward_operator: CustomOpDef, num_tensors: int) -> None:
-    """Register the autograd formula of an operator and the fake kernel of its backward operator."""
+def without_autocast(x: Tensor) -> AbstractContextManager[Any]:
+    """Switch autocast off: it would cast again inside, even if the inputs are cast."""
+    # The meta device has no autocast of its own.
+    device = "cpu" if x.is_meta else x.device.type
+    if not torch.compiler.is_compiling() and not torch.is_autocast_enabled(device):
+        return nullcontext()
+    return torch.autocast(device, enabled=False)
 
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
-        ctx.settings = inputs[num_tensors + 1 : -1]
-        ctx.save_for_backward(*inputs[: num_tensors + 1], output[2])
-        ctx.mark_non_differentiable(output[2])
+
+def _is_plain_eager(tensors: Iterable[Tensor | None]) -> bool:
+    """Whether no tracer, tensor subclass or function transform must see the call."""
+    return (
+        not torch.compiler.is_compiling()
+        and all(type(x) in _PLAIN for x in tensors)
+        and not torch._C._len_torch_dispatch_stack()
+        and not torch._C._are_functorch_transforms_active()
+        and not forward_mode()
+    )
+
+
+def _settings(request: ScanRequest) -> tuple[float, int, str, str]:
+    return request.scale, request.chunk_size, request.rule, request.normalise
+
+
+def _request(*arguments: Any) -> ScanRequest:
+    """A request from its tensors, cu_seqlens and settings."""
+    q, k, v, log_decay, erase, write, log_gate, beta, initial_state, cu_seqlens, scale, chunk_size, rule, normalise = (
+        arguments
+    )
+    return ScanRequest(
+        q=q, k=k, v=v, log_decay=log_decay, erase=erase, write=write, log_gate=log_gate, beta=beta,
+        initial_state=initial_state, cu_seqlens=cu_seqlens, scale=scale, chunk_size=chunk_size, rule=rule,
+        normalise=normalise,
+    )  # fmt: skip
+
+
+class _Scan(torch.autograd.Function):
+    """The differentiable scan of plain eager mode."""
+
+    @staticmethod
+    def forward(ctx: Any, backend: Backend, request: ScanRequest, *tensors: Tensor | None) -> tuple[Tensor, Tensor]:
+        with without_autocast(request.k):
+            o, final_state, saved = backend.forward(request, save=True)
+        ctx.save_for_backward(*tensors, request.cu_seqlens, saved)
+        ctx.backend, ctx.settings = backend, _settings(request)
         ctx.set_materialize_grads(False)
+        return o, final_state
 
-    def backward(
-        ctx: Any, grad_o: Tensor | None, grad_final_state: Tensor | None, _grad_saved: None
-    ) -> tuple[Any, ...]:
-        *tensors, cu_seqlens, saved = ctx.saved_tensors
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad_o: Tensor | None, grad_final_state: Tensor | None) -> tuple[Any, ...]:  # type: ignore[override]
+        *inputs, saved = ctx.saved_tensors
         if grad_o is None:
-            grad_o = torch.zeros_like(tensors[2])
-        grads = backward_operator(*tensors, cu_seqlens, saved, grad_o, grad_final_state, *ctx.settings)
-        kept = [None if x is None else grad for x, grad in zip(tensors, grads, strict=True)]
-        return (*kept, None, *(None for _ in ctx.settings), None)
-
-    def fake_gradients(*arguments: Any) -> tuple[Tensor, ...]:
-        tensors = arguments[:num_tensors]
-        return tuple(tensors[1].new_empty(0) if x is None else x.new_empty(x.shape) for x in tensors)
-
-    operator.register_autograd(backward, setup_context=setup_context)
-    backward_operator.register_fake(fake_gradients)
-
-
-def empty_for_none(grads: Iterable[Tensor | None], like: Tensor) -> tuple[Any, ...]:
-    """Operators return tensors only: an absent gradient is an empty one."""
-    return tuple(like.new_empty(0) if grad is None else grad for grad in grads)
-
-
-def needs_gradient(*tensors: Tensor | None) -> bool:
-    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+            grad_o = torch.zeros_like(inputs[2])
+        request = _request(*inputs, *ctx.settings)
+        with without_autocast(request.k):
+            return (None, None, *ctx.backend.backward(request, saved, grad_o, grad_final_state))
 
 
 @torch.library.custom_op("efla::scan", mutates_args=())
@@ -92,17 +107,22 @@ def scan_op(
     v: Tensor,
     log_decay: Tensor | None,
     erase: Tensor | None,
-    write: Tensor,
+    write: Tensor | None,
+    log_gate: Tensor | None,
+    beta: Tensor | None,
     initial_state: Tensor | None,
     cu_seqlens: Tensor | None,
     scale: float,
     chunk_size: int,
+    rule: str,
+    normalise: str,
     backend: str,
     save: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(o, final_state, saved) of the recurrence; ``saved`` is empty unless ``save``."""
-    request = _scan_request(q, k, v, log_decay, erase, write, initial_state, cu_seqlens, scale, chunk_size)
+    tensors = (q, k, v, log_decay, erase, write, log_gate, beta, initial_state)
     with without_autocast(k):
+        request = _request(*tensors, cu_seqlens, scale, chunk_size, rule, normalise)
         o, final_state, saved = get_backend(backend).forward(request, save)
     return o, final_state, saved
 
@@ -110,8 +130,16 @@ def scan_op(
 @scan_op.register_fake
 def _(*arguments):  # type: ignore[no-untyped-def]
     *fields, backend, save = arguments
-    request = _scan_request(*fields)
-    return fake_result(request, save, lambda: get_backend(backend).saved_size(request.k, request.v, request.chunk_size))
+    request = _request(*fields)
+    size: int | torch.SymInt = 0
+    if save and (request.cu_seqlens is not None or isinstance(request.k.shape[1], torch.SymInt)):
+        # How many chunks a packed batch has depends on its boundaries, which a fake tensor does not hold; and an exact size
+        # that may be zero would split torch.export's dynamic length into cases.
+        size = torch.library.get_ctx().new_dynamic_size()
+    elif save:
+        size = get_backend(backend).saved_size(request.k, request.v, request.chunk_size)
+    saved = request.k.new_empty(size, dtype=request.compute_dtype)
+    return request.v.new_empty(request.v.shape), request.new_state(request.num_sequences), saved
 
 
 @torch.library.custom_op("efla::scan_backward", mutates_args=())
@@ -121,7 +149,9 @@ def scan_backward_op(
     v: Tensor,
     log_decay: Tensor | None,
     erase: Tensor | None,
-    write: Tensor,
+    write: Tensor | None,
+    log_gate: Tensor | None,
+    beta: Tensor | None,
     initial_state: Tensor | None,
     cu_seqlens: Tensor | None,
     saved: Tensor,
@@ -129,119 +159,39 @@ def scan_backward_op(
     grad_final_state: Tensor | None,
     scale: float,
     chunk_size: int,
+    rule: str,
+    normalise: str,
     backend: str,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of q, k, v, log_decay, erase, write, initial_state; empty for those that were ``None``."""
-    request = _scan_request(q, k, v, log_decay, erase, write, initial_state, cu_seqlens, scale, chunk_size)
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """One gradient per tensor; operators return tensors only, so that of ``None`` is an empty one."""
+    tensors = (q, k, v, log_decay, erase, write, log_gate, beta, initial_state)
     with without_autocast(k):
+        request = _request(*tensors, cu_seqlens, scale, chunk_size, rule, normalise)
         grads = get_backend(backend).backward(request, saved, grad_o, grad_final_state)
-    return empty_for_none(grads, k)
+    present: Any = tuple(k.new_empty(0) if grad is None else grad for grad in grads)
+    return present
 
 
-register_gradients(scan_op, scan_backward_op, num_tensors=7)
-
-
-def run_scan(request: ScanRequest, backend: str) -> ScanResult:
-    """Run a validated request through the operator; saves for the backward pass only if there will be one."""
-    tensors = request.tensors()
-    save = needs_gradient(*tensors)
-    return ScanResult(*scan_op(*tensors, request.cu_seqlens, request.scale, request.chunk_size, backend, save))
-
-
-def without_autocast(x: Tensor) -> torch.autocast:
-    """Switch autocast off: it would cast again inside, even if the inputs are cast."""
-    # The meta device has no autocast of its own.
-    return torch.autocast("cpu" if x.is_meta else x.device.type, enabled=False)
-
-
-@torch.library.custom_op("efla::fused_attention", mutates_args=())
-def fused_op(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    beta: Tensor | None,
-    log_gate: Tensor | None,
-    initial_state: Tensor | None,
-    cu_seqlens: Tensor | None,
-    scale: float,
-    rule: str,
-    normalise: str,
-    save: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """(o, final_state, saved) of linear attention by ``rule``; ``saved`` is empty unless ``save``."""
-    request = _fused_request(q, k, v, beta, log_gate, initial_state, cu_seqlens, scale, rule, normalise)
-    result, status = native.fused_forward(request, save)
-    check_status(status, request)
-    return result.o, result.final_state, result.saved
-
-
-@fused_op.register_fake
+@scan_backward_op.register_fake
 def _(*arguments):  # type: ignore[no-untyped-def]
-    *fields, save = arguments
-    request = _fused_request(*fields)
-    return fake_result(request, save, lambda: native.saved_size(request.k, request.v))
+    tensors = arguments[:_NUM_TENSORS]
+    return tuple(tensors[1].new_empty(0) if x is None else x.new_empty(x.shape) for x in tensors)
 
 
-@torch.library.custom_op("efla::fused_attention_backward", mutates_args=())
-def fused_backward_op(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    beta: Tensor | None,
-    log_gate: Tensor | None,
-    initial_state: Tensor | None,
-    cu_seqlens: Tensor | None,
-    saved: Tensor,
-    grad_o: Tensor,
-    grad_final_state: Tensor | None,
-    scale: float,
-    rule: str,
-    normalise: str,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of q, k, v, beta, log_gate, initial_state; empty for those that were ``None``."""
-    request = _fused_request(q, k, v, beta, log_gate, initial_state, cu_seqlens, scale, rule, normalise)
-    grads = native.fused_backward(request, saved, grad_o, grad_final_state)
-    return empty_for_none(grads, k)
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
+    ctx.settings = inputs[_NUM_TENSORS + 1 : -1]
+    ctx.save_for_backward(*inputs[: _NUM_TENSORS + 1], output[2])
+    ctx.mark_non_differentiable(output[2])
+    ctx.set_materialize_grads(False)
 
 
-register_gradients(fused_op, fused_backward_op, num_tensors=6)
+def _backward(ctx: Any, grad_o: Tensor | None, grad_final_state: Tensor | None, _grad_saved: None) -> tuple[Any, ...]:
+    *tensors, cu_seqlens, saved = ctx.saved_tensors
+    if grad_o is None:
+        grad_o = torch.zeros_like(tensors[2])
+    grads = scan_backward_op(*tensors, cu_seqlens, saved, grad_o, grad_final_state, *ctx.settings)
+    present = [None if x is None else grad for x, grad in zip(tensors, grads, strict=True)]
+    return (*present, None, *(None for _ in ctx.settings), None)
 
 
-def run_fused(request: FusedRequest, *, in_place: bool = False) -> ScanResult:
-    """Run a validated request, without torch's dispatcher where possible: in decoding it costs more than the kernel."""
-    tensors = (request.q, request.k, request.v, request.beta, request.log_gate, request.initial_state)
-    save = needs_gradient(*tensors)
-    if not save and _is_plain_eager(request):
-        result, status = native.fused_forward(request, save, in_place=in_place)
-        if status:
-            check_status(status, request)
-        return result
-    return ScanResult(*fused_op(*tensors, request.cu_seqlens, request.scale, request.rule, request.normalise, save))
-
-
-def check_status(status: int, request: FusedRequest) -> None:
-    """Raise for values outside the rule's domain, which the kernels report."""
-    if status & 1 and request.beta is not None and validation.checks_values(request.beta):
-        raise validation.beta_error(float(request.beta.min()))
-    if status & 2 and request.log_gate is not None and validation.checks_values(request.log_gate):
-        raise validation.gate_error(float(request.log_gate.max()))
-
-
-def _is_plain_eager(request: FusedRequest) -> bool:
-    """Whether no tracer, tensor subclass or function transform is active."""
-    return (
-        type(request.q) is Tensor
-        and not torch.compiler.is_compiling()
-        and torch._C._len_torch_dispatch_stack() == 0
-        and not torch._C._are_functorch_transforms_active()
-    )
-
-
-def _scan_request(*arguments: Any) -> ScanRequest:
-    """The first arguments of ``efla::scan`` as a request."""
-    return ScanRequest(**dict(zip(_SCAN_FIELDS, arguments, strict=True)))
-
-
-def _fused_request(*arguments: Any) -> FusedRequest:
-    """The first arguments of ``efla::fused_attention`` as a request."""
-    return FusedRequest(**dict(zip(_FUSED_FIELDS, arguments, strict=True)))
+scan_op.register_autograd(_backward, setup_context=_setup_context)

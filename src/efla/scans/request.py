@@ -1,4 +1,4 @@
-"""What a scan computes (requests and results), and the interface of a backend."""
+"""What a scan computes (request, result, gradients), and the interface of a backend."""
 
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
@@ -6,17 +6,48 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from efla.rules import UpdateRule
+
 
 @dataclass(frozen=True, kw_only=True)
-class _Request:
-    """What every call has: q, k: [B, T, Hk, K]; v: [B, T, Hv, V]."""
+class ScanRequest:
+    """One validated call of the recurrence
+
+        S_t = exp(log_decay_t) (I - erase_t k_t k_t^T) S_{t-1} + write_t k_t v_t^T,    o_t = scale S_t^T q_t
+
+    q, k: [B, T, Hk, K]; v: [B, T, Hv, V]; all scalars: [B, T, Hv] in the compute dtype. A request holds either the three
+    scalars (``log_decay=None``: no decay, ``erase=None``: nothing is erased), or the rule and its inputs log_gate and beta,
+    for a backend that computes the scalars itself.
+    """
 
     q: Tensor
     k: Tensor
     v: Tensor
+    log_decay: Tensor | None = None
+    erase: Tensor | None = None
+    write: Tensor | None = None
+    log_gate: Tensor | None = None
+    beta: Tensor | None = None
+    initial_state: Tensor | None = None  # [N, Hv, K, V]
+    cu_seqlens: Tensor | None = None  # [N + 1]
     scale: float
-    initial_state: Tensor | None  # [N, Hv, K, V]
-    cu_seqlens: Tensor | None  # [N + 1]
+    chunk_size: int = 64
+    rule: str = ""
+    """Name of the rule, or empty if the scalars are given."""
+    normalise: str = ""
+    """Which of q and k the backend divides by their norm: "", "q", "k" or "qk"; only with a rule."""
+
+    def tensors(self) -> tuple[Tensor | None, ...]:
+        """What can be differentiated, in the order of :class:`ScanGradients`."""
+        return (
+            self.q, self.k, self.v, self.log_decay, self.erase, self.write, self.log_gate, self.beta, self.initial_state,
+        )  # fmt: skip
+
+    @property
+    def scalars(self) -> tuple[Tensor | None, Tensor | None, Tensor]:
+        """log_decay, erase, write of a request that holds them."""
+        assert self.write is not None, "this backend takes the scalars, not a rule"
+        return self.log_decay, self.erase, self.write
 
     @property
     def num_sequences(self) -> int:
@@ -36,36 +67,6 @@ class _Request:
         return torch.empty(shape, dtype=self.compute_dtype, device=self.k.device)
 
 
-@dataclass(frozen=True, kw_only=True)
-class ScanRequest(_Request):
-    """One validated call of the recurrence
-
-        S_t = exp(log_decay_t) (I - erase_t k_t k_t^T) S_{t-1} + write_t k_t v_t^T,    o_t = scale S_t^T q_t
-
-    with log_decay, erase, write: [B, T, Hv] in the compute dtype.
-    ``log_decay=None`` means no decay, ``erase=None`` means nothing is erased.
-    """
-
-    log_decay: Tensor | None
-    erase: Tensor | None
-    write: Tensor
-    chunk_size: int
-
-    def tensors(self) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor, Tensor | None]:
-        """What can be differentiated: q, k, v, log_decay, erase, write, initial_state."""
-        return self.q, self.k, self.v, self.log_decay, self.erase, self.write, self.initial_state
-
-
-@dataclass(frozen=True, kw_only=True)
-class FusedRequest(_Request):
-    """The same call before its scalars are computed, for backends that compute them: beta, log_gate: [B, T, Hv]."""
-
-    rule: str
-    beta: Tensor | None
-    log_gate: Tensor | None
-    normalise: str  # of q and k, those divided by their norm: "", "q", "k" or "qk"
-
-
 class ScanResult(NamedTuple):
     """o: [B, T, Hv, V] in v's dtype; final_state: [N, Hv, K, V]; saved: flat, what the backend's backward wants kept."""
 
@@ -80,21 +81,12 @@ class ScanGradients(NamedTuple):
     q: Tensor
     k: Tensor
     v: Tensor
-    log_decay: Tensor | None
-    erase: Tensor | None
-    write: Tensor
-    initial_state: Tensor | None
-
-
-class FusedGradients(NamedTuple):
-    """One gradient per tensor of a fused request, ``None`` where the request had ``None``."""
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    beta: Tensor | None
-    log_gate: Tensor | None
-    initial_state: Tensor | None
+    log_decay: Tensor | None = None
+    erase: Tensor | None = None
+    write: Tensor | None = None
+    log_gate: Tensor | None = None
+    beta: Tensor | None = None
+    initial_state: Tensor | None = None
 
 
 class Backend(Protocol):
@@ -110,10 +102,17 @@ class Backend(Protocol):
     def supports(self, k: Tensor, v: Tensor, dtype: torch.dtype) -> str | None:
         """Why this backend cannot run a call with these keys and values, computed in ``dtype``, or ``None``."""
 
+    def fuses(self, rule: UpdateRule) -> bool:
+        """Whether this backend takes the rule's inputs and computes its scalars and the norms of q and k itself."""
+
+    def prepare_keys(self, q: Tensor, k: Tensor, normalise: str, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+        """For rules that the backend does not fuse: q and k, normalised as asked, and lam = k.k, [B, T, Hk]."""
+
     def saved_size(self, k: Tensor, v: Tensor, chunk_size: int) -> int:
         """Elements of ``ScanResult.saved`` for an unpacked call that will be differentiated; sizes may be symbolic."""
 
-    def forward(self, request: ScanRequest, save: bool) -> ScanResult: ...
+    def forward(self, request: ScanRequest, save: bool, in_place: bool = False) -> ScanResult:
+        """Run the recurrence. in_place: the final state may overwrite the initial one."""
 
     def backward(
         self, request: ScanRequest, saved: Tensor, grad_o: Tensor, grad_final_state: Tensor | None

@@ -133,6 +133,10 @@ def check_rule_inputs(rule: UpdateRule, beta: Tensor | None, log_gate: Tensor | 
             )
         if x is not None:
             check_scalar(name, x, v)
+
+
+def check_domain(beta: Tensor | None, log_gate: Tensor | None) -> None:
+    """Refuse values outside every rule's domain, where values are checked; the native kernels check them in passing."""
     if beta is not None and checks_values(beta) and bool((beta < 0).any()):
         raise beta_error(float(beta.min()))
     if log_gate is not None and checks_values(log_gate) and bool((log_gate > 0).any()):

@@ -1,6 +1,7 @@
 """The backends by name, and the choice among them. A new backend is one file and one entry of ``_BACKENDS``."""
 
 import logging
+from collections.abc import Callable
 from functools import cache
 from typing import cast
 
@@ -17,6 +18,8 @@ _BACKENDS = cast("dict[str, Backend]", {module.name: module for module in (nativ
 
 _logger = logging.getLogger("efla")
 
+FastPath = Callable[..., tuple[Tensor, Tensor | None] | None]
+
 
 def backends() -> dict[str, str | None]:
     """Each backend's name, with ``None`` if it can run on this machine, else the reason why not."""
@@ -27,6 +30,14 @@ def get_backend(name: str) -> Backend:
     if name not in _BACKENDS:
         raise unknown_name("backend", name, ["auto", *_BACKENDS])
     return _BACKENDS[name]
+
+
+def fast_path(name: str) -> tuple[str, FastPath] | None:
+    """A backend's name and its one call for plain inference; for "auto", those of the first backend that has one.
+
+    The call returns ``None`` where the general path must run it or report an error.
+    """
+    return _FAST_PATHS.get(name)
 
 
 def choose_backend(name: str, k: Tensor, v: Tensor, dtype: torch.dtype) -> Backend:
@@ -62,3 +73,7 @@ def _why_not(backend: Backend, k: Tensor, v: Tensor, dtype: torch.dtype) -> str 
 def log_choice(name: str, device: str, passed_over: str = "") -> None:
     """Log once which backend "auto" chose on a device, and why not those before it."""
     _logger.info("backend %r runs scans on %s%s", name, device, f" ({passed_over})" if passed_over else "")
+
+
+# "auto" tries the fast path of the first backend that has one.
+_FAST_PATHS: dict[str, tuple[str, FastPath]] = dict.fromkeys(("auto", native.name), (native.name, native.decode))

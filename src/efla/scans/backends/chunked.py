@@ -23,7 +23,21 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from efla.rules import UpdateRule
+from efla.scans.keys import prepare_keys
 from efla.scans.request import ScanGradients, ScanRequest, ScanResult, sequence_boundaries
+
+__all__ = [
+    "backward",
+    "forward",
+    "fuses",
+    "name",
+    "own_autograd",
+    "prepare_keys",
+    "saved_size",
+    "supports",
+    "unavailable",
+]
 
 name = "chunked"
 own_autograd = False
@@ -44,6 +58,10 @@ def supports(k: Tensor, v: Tensor, dtype: torch.dtype) -> str | None:
     return None
 
 
+def fuses(rule: UpdateRule) -> bool:
+    return False
+
+
 def saved_size(k: Tensor, v: Tensor, chunk_size: int) -> int:
     """States before each chunk: [num_chunks, Hv, K, V], flat."""
     batch, length, _, key_dim = k.shape
@@ -55,7 +73,7 @@ def _chunk_length(k: Tensor, chunk_size: int) -> int:
     return _SHORT_CHUNK if k.shape[3] <= _NARROW else chunk_size
 
 
-def forward(request: ScanRequest, save: bool) -> ScanResult:
+def forward(request: ScanRequest, save: bool, in_place: bool = False) -> ScanResult:
     """Run the groups of chunks in order, each from the states of the last."""
     plan = _plan(request)
     o = torch.empty_like(request.v, memory_format=torch.contiguous_format)
@@ -278,13 +296,14 @@ class _Chunks:
         self.q = self.gather(request.q).repeat_interleave(repeats, 1)
         self.k = self.gather(request.k).repeat_interleave(repeats, 1)
         self.v = self.gather(request.v)
-        self.write = self.gather(request.write[..., None])
-        if request.erase is not None:
-            self.erase = self.gather(request.erase[..., None])
-        if request.log_decay is not None:
+        log_decay, erase, write = request.scalars
+        self.write = self.gather(write[..., None])
+        if erase is not None:
+            self.erase = self.gather(erase[..., None])
+        if log_decay is not None:
             # float64 where the device has it: float32 sums, and exponents near -80, lose digits after strong forgetting.
             wide = torch.float32 if request.k.device.type == "mps" else torch.float64
-            total = self.gather(request.log_decay[..., None]).to(wide).clamp_(min=_CLOSED).cumsum(2)
+            total = self.gather(log_decay[..., None]).to(wide).clamp_(min=_CLOSED).cumsum(2)
             causal = torch.ones(total.shape[2], total.shape[2], dtype=torch.bool, device=total.device).tril_()
             difference = (total - total.mT).masked_fill_(~causal, -torch.inf)
             self.pair_decay = difference.exp_().to(one.dtype)
@@ -353,9 +372,10 @@ class _GradientBuffers:
     def __init__(self, request: ScanRequest) -> None:
         self.request = request
         self.repeats = request.num_value_heads // request.k.shape[2]
-        self.q, self.k, self.v, self.write = (_dense_like(x) for x in (request.q, request.k, request.v, request.write))
-        self.log_decay = None if request.log_decay is None else _dense_like(request.log_decay)
-        self.erase = None if request.erase is None else _dense_like(request.erase)
+        log_decay, erase, write = request.scalars
+        self.q, self.k, self.v, self.write = (_dense_like(x) for x in (request.q, request.k, request.v, write))
+        self.log_decay = None if log_decay is None else _dense_like(log_decay)
+        self.erase = None if erase is None else _dense_like(erase)
 
     def add(
         self,
@@ -375,7 +395,9 @@ class _GradientBuffers:
                 chunks.store(buffer[..., None], grad[..., None])
 
     def finish(self, initial_state: Tensor | None) -> ScanGradients:
-        return ScanGradients(self.q, self.k, self.v, self.log_decay, self.erase, self.write, initial_state)
+        return ScanGradients(
+            self.q, self.k, self.v, self.log_decay, self.erase, self.write, initial_state=initial_state
+        )
 
 
 def _dense_like(x: Tensor) -> Tensor:

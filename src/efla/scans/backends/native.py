@@ -5,7 +5,7 @@ the normalisation of keys. csrc/README.md is the map of the C++ code; csrc/tenso
 """
 
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,7 +15,20 @@ from efla import rules
 from efla.native import kernels, materialize, missing
 from efla.rules import UpdateRule
 from efla.scans import validation
-from efla.scans.request import FusedGradients, FusedRequest, ScanGradients, ScanRequest, ScanResult
+from efla.scans.keys import prepare_keys
+from efla.scans.request import ScanGradients, ScanRequest, ScanResult
+
+__all__ = [
+    "backward",
+    "forward",
+    "fuses",
+    "name",
+    "own_autograd",
+    "prepare_keys",
+    "saved_size",
+    "supports",
+    "unavailable",
+]
 
 name = "native"
 own_autograd = False
@@ -39,8 +52,8 @@ def supports(k: Tensor, v: Tensor, dtype: torch.dtype) -> str | None:
 
 
 def fuses(rule: UpdateRule) -> bool:
-    """Whether the kernels compute this rule's coefficients. Rules defined outside ``efla.rules`` use their own."""
-    return rule.name in _RULE_CODES and type(rule).__module__.startswith("efla.rules.")
+    """Whether the kernels compute this rule's scalars: those of ``efla.rules``, not a user's own."""
+    return rules.builtin_name(rule) in _RULE_CODES
 
 
 def check_rules(facts: Mapping[str, Mapping[str, bool]]) -> None:
@@ -62,107 +75,61 @@ def saved_size(k: Tensor, v: Tensor, chunk_size: int = 0) -> int:
     return batch * num_boundaries * v.shape[2] * _round_up(v.shape[3], 32) * _round_up(key_dim, 16)
 
 
-def forward(request: ScanRequest, save: bool) -> ScanResult:
-    return _forward(request, save)[0]
-
-
-def fused_forward(request: FusedRequest, save: bool, *, in_place: bool = False) -> tuple[ScanResult, int]:
-    """The result and the kernels' status bits: 1 if some beta < 0, 2 if some log_gate > 0."""
-    return _forward(request, save, in_place)
-
-
-def backward(request: ScanRequest, saved: Tensor, grad_o: Tensor, grad_final_state: Tensor | None) -> ScanGradients:
-    d_q, d_k, d_v, d_scalars, d_initial = _backward(request, saved, grad_o, grad_final_state)
-    d_log_decay, d_erase, d_write, _, _ = d_scalars
-    assert d_write is not None
-    return ScanGradients(d_q, d_k, d_v, d_log_decay, d_erase, d_write, d_initial)
-
-
-def fused_backward(
-    request: FusedRequest, saved: Tensor, grad_o: Tensor, grad_final_state: Tensor | None
-) -> FusedGradients:
-    d_q, d_k, d_v, d_scalars, d_initial = _backward(request, saved, grad_o, grad_final_state)
-    _, _, _, d_log_gate, d_beta = d_scalars
-    return FusedGradients(d_q, d_k, d_v, d_beta, d_log_gate, d_initial)
-
-
-class _Inputs(NamedTuple):
-    """What both directions pass to the kernels, in their layout and order."""
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    log_decay: Tensor | None
-    erase: Tensor | None
-    write: Tensor | None
-    log_gate: Tensor | None
-    beta: Tensor | None
-    initial_state: Tensor | None
-    cu_seqlens: Tensor | None
-
-
-def _inputs(request: ScanRequest | FusedRequest) -> _Inputs:
-    q, k, v = (_rows(x) for x in (request.q, request.k, request.v))
-    initial_state, cu_seqlens = request.initial_state, request.cu_seqlens
-    if initial_state is not None:
-        if initial_state.dtype != request.compute_dtype:
-            initial_state = initial_state.to(request.compute_dtype)
-        initial_state = materialize(initial_state).contiguous()
-    if initial_state is not None and initial_state.dtype == torch.float64 and k.dtype != torch.float64:
-        q, k, v = q.double(), k.double(), v.double()
-    if cu_seqlens is not None:
-        cu_seqlens = cu_seqlens.to(torch.int64).contiguous()
-    scalars: tuple[Tensor | None, ...]
-    if isinstance(request, FusedRequest):
-        scalars = (None, None, None, request.log_gate, request.beta)
-    else:
-        scalars = (request.log_decay, request.erase, request.write, None, None)
-    scalars = tuple(None if x is None else materialize(x) for x in scalars)
-    return _Inputs._make((q, k, v, *scalars, initial_state, cu_seqlens))
-
-
-def _settings(request: ScanRequest | FusedRequest) -> tuple[int, str, float]:
-    """The rule's code, which of q and k the kernels normalise, and the scale."""
-    if isinstance(request, FusedRequest):
-        return _RULE_CODES[request.rule], request.normalise, request.scale
-    return _RAW, "", request.scale
-
-
-def _forward(request: ScanRequest | FusedRequest, save: bool, in_place: bool = False) -> tuple[ScanResult, int]:
+def forward(request: ScanRequest, save: bool, in_place: bool = False) -> ScanResult:
     inputs = _inputs(request)
-    o = torch.empty(inputs.v.shape, dtype=inputs.v.dtype)
+    v, initial_state = inputs[2], inputs[8]
+    o = torch.empty(v.shape, dtype=v.dtype)
     # A state of another dtype or layout was copied, so there is nothing to overwrite.
-    in_place = in_place and request.initial_state is not None and inputs.initial_state is request.initial_state
-    final_state = inputs.initial_state if in_place else request.new_state(request.num_sequences)
+    in_place = in_place and initial_state is not None and initial_state is request.initial_state
+    final_state = initial_state if in_place else request.new_state(request.num_sequences)
     assert final_state is not None
-    saved = torch.empty(_boundary_elements(request, inputs.cu_seqlens) if save else 0, dtype=request.compute_dtype)
-    status: int = kernels.forward(
+    saved = torch.empty(_boundary_elements(request, inputs[9]) if save else 0, dtype=request.compute_dtype)
+    status = kernels.forward(
         *inputs, o, None if in_place else final_state, saved if save else None, *_settings(request), in_place,
         validation.enabled, torch.get_num_threads(),
     )  # fmt: skip
+    if status:  # some beta < 0 or some log_gate > 0
+        validation.check_domain(request.beta, request.log_gate)
     if in_place:
         increment_version((final_state,))
-    return ScanResult(o if o.dtype == request.v.dtype else o.to(request.v.dtype), final_state, saved), status
+    return ScanResult(o if o.dtype == request.v.dtype else o.to(request.v.dtype), final_state, saved)
 
 
-def _backward(
-    request: ScanRequest | FusedRequest, saved: Tensor, grad_o: Tensor, grad_final_state: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor, list[Tensor | None], Tensor | None]:
-    """Gradients of q, k, v, of the five scalars in the order of ``_Inputs``, and of the initial state."""
+def backward(request: ScanRequest, saved: Tensor, grad_o: Tensor, grad_final_state: Tensor | None) -> ScanGradients:
     inputs = _inputs(request)
     if grad_final_state is not None:
         grad_final_state = materialize(grad_final_state.to(request.compute_dtype)).contiguous()
-    d_q, d_k, d_v = (torch.empty(x.shape, dtype=x.dtype) for x in inputs[:3])
-    d_scalars = [None if x is None else torch.empty(x.shape, dtype=x.dtype) for x in inputs[3:8]]
-    d_initial = None if inputs.initial_state is None else torch.empty_like(inputs.initial_state)
+    grads: list[Any] = [None if x is None else torch.empty(x.shape, dtype=x.dtype) for x in inputs[:9]]
     kernels.backward(
-        *inputs, saved, _rows(grad_o.to(inputs.v.dtype)), grad_final_state, d_q, d_k, d_v, *d_scalars, d_initial,
-        *_settings(request), torch.get_num_threads(),
+        *inputs, saved, _rows(grad_o.to(inputs[2].dtype)), grad_final_state, *grads, *_settings(request),
+        torch.get_num_threads(),
     )  # fmt: skip
-    return d_q.to(request.q.dtype), d_k.to(request.k.dtype), d_v.to(request.v.dtype), d_scalars, d_initial
+    for index, x in enumerate((request.q, request.k, request.v)):
+        grads[index] = grads[index].to(x.dtype)
+    return ScanGradients(*grads)
 
 
-def _boundary_elements(request: ScanRequest | FusedRequest, cu_seqlens: Tensor | None) -> int:
+def _inputs(request: ScanRequest) -> list[Any]:
+    """The tensors of the request and cu_seqlens, in the layout that the kernels take."""
+    dtype = request.compute_dtype
+    q, k, v, *scalars, initial_state = request.tensors()
+    rows = [_rows(x) for x in (q, k, v) if x is not None]
+    if initial_state is not None:
+        if initial_state.dtype != dtype:
+            initial_state = initial_state.to(dtype)
+        initial_state = materialize(initial_state).contiguous()
+        if dtype == torch.float64 and request.k.dtype != dtype:
+            rows = [x.double() for x in rows]
+    cu_seqlens = None if request.cu_seqlens is None else request.cu_seqlens.to(torch.int64).contiguous()
+    return [*rows, *(None if x is None else materialize(x) for x in scalars), initial_state, cu_seqlens]
+
+
+def _settings(request: ScanRequest) -> tuple[int, str, float]:
+    """The rule's code, which of q and k the kernels normalise, and the scale."""
+    return _RULE_CODES[request.rule] if request.rule else _RAW, request.normalise, request.scale
+
+
+def _boundary_elements(request: ScanRequest, cu_seqlens: Tensor | None) -> int:
     length, (value_heads, value_dim), key_dim = request.k.shape[1], request.v.shape[2:], request.k.shape[3]
     count: int = kernels.boundary_count(cu_seqlens, request.num_sequences, length, value_heads, key_dim, value_dim)
     return count
@@ -204,7 +171,7 @@ def _not_built(*arguments: object) -> None:
 
 if kernels is not None:
     check_rules(kernels.rule_facts)
-attend: Callable[..., tuple[Tensor, Tensor | None] | None] = _not_built if kernels is None else kernels.attend
+decode: Callable[..., tuple[Tensor, Tensor | None] | None] = _not_built if kernels is None else kernels.attend
 """One C++ call for plain inference on the CPU. Returns ``None`` where the general path must run it or report an error.
 
-attend(q, k, v, beta, log_gate, rule, qk_l2norm, scale, initial_state, output_final_state, in_place, check_domain)"""
+decode(q, k, v, beta, log_gate, rule, qk_l2norm, scale, initial_state, output_final_state, in_place, check_domain)"""

@@ -9,7 +9,21 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from efla.rules import UpdateRule
+from efla.scans.keys import prepare_keys
 from efla.scans.request import ScanGradients, ScanRequest, ScanResult, sequence_boundaries
+
+__all__ = [
+    "backward",
+    "forward",
+    "fuses",
+    "name",
+    "own_autograd",
+    "prepare_keys",
+    "saved_size",
+    "supports",
+    "unavailable",
+]
 
 name = "reference"
 own_autograd = True
@@ -23,11 +37,15 @@ def supports(k: Tensor, v: Tensor, dtype: torch.dtype) -> str | None:
     return None
 
 
+def fuses(rule: UpdateRule) -> bool:
+    return False
+
+
 def saved_size(k: Tensor, v: Tensor, chunk_size: int) -> int:
     return 0
 
 
-def forward(request: ScanRequest, save: bool = False) -> ScanResult:
+def forward(request: ScanRequest, save: bool = False, in_place: bool = False) -> ScanResult:
     """Run the recurrence; differentiable by autograd through everything, so nothing needs saving.
 
     All sequences take a step together. Packed ones are padded with zeros, which is the step that does nothing; each final
@@ -122,8 +140,9 @@ def _widen(request: ScanRequest) -> tuple[Tensor, ...]:
     dtype = request.compute_dtype
     group = request.num_value_heads // request.k.shape[2]
     q, k = (x.to(dtype).repeat_interleave(group, 2) for x in (request.q, request.k))
-    write = request.write.to(dtype)
+    log_decay, erase, write = request.scalars
+    write = write.to(dtype)
     zeros = torch.zeros_like(write)
-    log_decay = zeros if request.log_decay is None else request.log_decay.to(dtype)
-    erase = zeros if request.erase is None else request.erase.to(dtype)
+    log_decay = zeros if log_decay is None else log_decay.to(dtype)
+    erase = zeros if erase is None else erase.to(dtype)
     return q, k, request.v.to(dtype), log_decay, erase, write

@@ -21,10 +21,21 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from efla.rules import UpdateRule
 from efla.scans.backends.fla.operations import has_ieee_products, is_one_tensor, prepare_keys, run
 from efla.scans.request import ScanGradients, ScanRequest, ScanResult
 
-__all__ = ["backward", "forward", "name", "own_autograd", "prepare_keys", "saved_size", "supports", "unavailable"]
+__all__ = [
+    "backward",
+    "forward",
+    "fuses",
+    "name",
+    "own_autograd",
+    "prepare_keys",
+    "saved_size",
+    "supports",
+    "unavailable",
+]
 
 name = "fla"
 own_autograd = True
@@ -103,11 +114,15 @@ def _accepts_tf32() -> bool:
     return torch.get_float32_matmul_precision() != "highest"
 
 
+def fuses(rule: UpdateRule) -> bool:
+    return False
+
+
 def saved_size(k: Tensor, v: Tensor, chunk_size: int) -> int:
     return 0
 
 
-def forward(request: ScanRequest, save: bool) -> ScanResult:
+def forward(request: ScanRequest, save: bool, in_place: bool = False) -> ScanResult:
     o, final_state = run(request, differentiable=save)
     return ScanResult(o, final_state, final_state.new_empty(0))
 
@@ -123,7 +138,8 @@ def backward(request: ScanRequest, saved: Tensor, grad_o: Tensor, grad_final_sta
         for field in names:
             x = getattr(request, field)
             leaves[field] = None if x is None else x.detach().requires_grad_()
-        if is_one_tensor(request.erase, request.write):
+        _, erase, write = request.scalars
+        if is_one_tensor(erase, write):
             leaves["erase"] = leaves["write"]
         o, final_state = run(replace(request, **leaves), differentiable=True)  # type: ignore[arg-type]
         outputs, cotangents = [o], [grad_o]

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from efla.scans import keys
 from efla.scans.request import ScanRequest
 
 # Up to this length the recurrent kernels beat the chunked ones, by flash-linear-attention's own choice in its layers.
@@ -48,7 +49,7 @@ def choose_operation(request: ScanRequest, differentiable: bool) -> Operation:
     recurrent = not differentiable and request.k.shape[1] <= SHORT * _sequences_per_row(request)
     if request.erase is None:
         return Operation("simple_gla", recurrent)
-    if not is_one_tensor(request.erase, request.write):
+    if not is_one_tensor(*request.scalars[1:]):
         return Operation("comba", recurrent)
     if recurrent:
         return Operation("gated_delta_rule", True)
@@ -80,8 +81,9 @@ def arguments(request: ScanRequest, operation: Operation) -> dict[str, Any]:
     The chunked kernels multiply in v's dtype and want q, k, p and v alike. The recurrent ones convert each to float32 on
     loading, so that p and write v need no rounding.
     """
-    q, k, v, write = request.q, request.k, request.v, request.write
-    log_decay = None if request.log_decay is None else request.log_decay.clamp(min=CLOSED)
+    q, k, v = request.q, request.k, request.v
+    log_decay, erase, write = request.scalars
+    log_decay = None if log_decay is None else log_decay.clamp(min=CLOSED)
     if not operation.recurrent:
         q, k = q.to(v.dtype), k.to(v.dtype)  # an L2 norm may have left them in float32
     scale_rows = _scale_in_float32 if operation.recurrent else _load_scale_rows()
@@ -98,17 +100,19 @@ def arguments(request: ScanRequest, operation: Operation) -> dict[str, Any]:
             log_decay = torch.zeros_like(write)
         return {"q": q, "k": k, "v": v, "g": log_decay, "beta": write}
     # Comba erases p^T S from the state as it was before the decay.
-    assert request.erase is not None
-    erase = request.erase if log_decay is None else log_decay.exp() * request.erase
+    assert erase is not None
+    erase = erase if log_decay is None else log_decay.exp() * erase
     decay = torch.zeros_like(write) if log_decay is None else log_decay
     return {"q": q, "k": k, "v": v, "p": scale_rows(k, erase), "g": decay, "beta": torch.ones_like(write)}
 
 
-def prepare_keys(q: Tensor, k: Tensor, normalise: str) -> tuple[Tensor, Tensor, Tensor]:
+def prepare_keys(q: Tensor, k: Tensor, normalise: str, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
     """q and k, normalised if asked for, in their dtype, and k.k: one pass over each, where torch takes several.
 
     q, k: [B, T, Hk, K]; k.k: [B, T, Hk] in float64, of the keys before they are rounded.
     """
+    if torch.compiler.is_compiling() or not k.numel():
+        return keys.prepare_keys(q, k, normalise, dtype)
     from efla.scans.backends.fla import rows
 
     k, lam = rows.l2_normalize(k) if "k" in normalise else (k, rows.squared_norm(k))
