@@ -16,8 +16,6 @@ from efla.runs.statistics import (
     compare,
     difference,
     every,
-    judge,
-    level_mean,
     spread,
     t_quantile,
     within,
@@ -31,35 +29,6 @@ def test_the_spread_is_the_standard_deviation_over_seeds() -> None:
     assert spread([1.0, math.nan]).text() == "not finite"
     assert spread([0.5, 0.7]).percent() == "60.0 ± 14.1 %"
     assert spread([math.nan]).percent() == "not finite"
-
-
-def test_the_mean_over_levels_is_a_trapezoid_on_the_index() -> None:
-    assert level_mean([1.0, 0.5, 0.0]) == 0.5
-    assert level_mean([1.0, 1.0, 0.0]) == 0.75
-    with pytest.raises(ValueError, match="at least two levels"):
-        level_mean([1.0])
-
-
-@pytest.mark.parametrize(
-    ("ours", "theirs", "verdict"),
-    [
-        (Spread(0.8, 0.02, 3), Spread(0.7, 0.05, 3), "seen"),
-        (Spread(0.7, 0.02, 3), Spread(0.8, 0.05, 3), "reversed"),
-        (Spread(0.8, 0.02, 3), Spread(0.76, 0.05, 3), "not seen"),
-        (Spread(0.8, 0.05, 3), Spread(0.76, 0.02, 3), "not seen"),
-        (Spread(0.8, math.nan, 1), Spread(0.1, math.nan, 1), "not judged"),
-        (Spread(0.8, 0.01, 3), Spread(math.nan, math.nan, 3), "seen"),
-        (Spread(math.nan, math.nan, 3), Spread(0.8, 0.1, 3), "reversed"),
-    ],
-)
-def test_a_difference_is_seen_when_it_exceeds_the_larger_standard_deviation(
-    ours: Spread, theirs: Spread, verdict: str
-) -> None:
-    assert judge(ours, theirs) == verdict
-
-
-def test_lower_is_better_for_a_loss() -> None:
-    assert judge(Spread(0.3, 0.01, 3), Spread(0.5, 0.01, 3), lower_is_better=True) == "seen"
 
 
 @pytest.mark.parametrize(

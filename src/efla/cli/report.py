@@ -6,7 +6,7 @@ from typing import Annotated
 import tyro
 
 from efla.runs.rows import write_atomically
-from efla.runs.statistics import claims_text
+from efla.runs.text import claims_text
 
 
 def report(
@@ -21,7 +21,7 @@ def report(
         output: the HTML file to write.
         markdown: also write the claims, verdicts and numbers to this Markdown file.
     """
-    from efla.report import front
+    from efla.report.markdown import markdown as claims_page
     from efla.report.page import build
 
     sections = build(runs, output)
@@ -32,7 +32,7 @@ def report(
         print(f"  {section.budget}")
     if markdown is not None:
         markdown.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(markdown, front.markdown(sections).encode())
+        write_atomically(markdown, claims_page(sections).encode())
         print(f"\nclaims: {markdown.resolve()}")
     print(f"\nreport: {output.resolve()}")
     return 0

@@ -171,10 +171,10 @@ class Experiment(ABC, Generic[C]):
         return [] if module is None else list(module.plot(rows, folder))
 
     @classmethod
-    def text_summary(cls, rows: Sequence[Record]) -> str:
-        """The summary that the terminal shows at the end, from rows."""
+    def text_summary(cls, rows: Sequence[Record], verbose: bool = False) -> str:
+        """The summary that the terminal shows at the end, from rows: about a screen, unless verbose."""
         module = cls.sibling_module("claims")
-        return "" if module is None else str(module.text_summary(rows))
+        return "" if module is None else str(module.text_summary(rows, verbose))
 
     @classmethod
     def sections(cls, rows: Sequence[Record], source: str) -> list[Section]:

@@ -1,8 +1,8 @@
 """The front page of the report: every claim of the paper in one table, our verdicts, and a strip of differences for each.
 
-A strip shows each comparison of a claim at its difference in units of the larger standard deviation over seeds, to the
-right if it agrees with the paper. Differences inside the grey band, one deviation, count as none. Comparisons without a
-spread (one seed, or nothing random) are squares in the column on the right.
+A strip shows each comparison of a claim at its difference in half widths of its 95 % interval, to the right if it agrees
+with the paper. Differences inside the grey band count as none. Comparisons without an interval (one seed, or nothing
+random) are squares in the column on the right.
 """
 
 import math
@@ -14,9 +14,9 @@ from typing import NamedTuple
 
 from efla.experiments import registry
 from efla.runs.sections import Section
-from efla.runs.statistics import NOT_JUDGED, NOT_SEEN, REVERSED, SEEN, Claim, grouped
+from efla.runs.statistics import NOT_JUDGED, NOT_SEEN, NOT_TESTABLE, REVERSED, SEEN, Claim, grouped
 
-VERDICTS = (SEEN, NOT_SEEN, REVERSED, NOT_JUDGED)
+VERDICTS = (SEEN, NOT_SEEN, REVERSED, NOT_JUDGED, NOT_TESTABLE)
 
 
 class Unreachable(NamedTuple):
@@ -63,7 +63,7 @@ def front(sections: Sequence[Section]) -> list[ClaimLine]:
                     sentence=first.sentence,
                     verdict=first.verdict,
                     others=", ".join(f"{count} {verdict}" for verdict, count in rest.items()),
-                    numbers=_shortened(f"{first.pair}: {first.reason}"),
+                    numbers=_shortened(f"{first.pair}: {first.text()}"),
                     strip=strip(comparisons),
                     anchor=f"#{section.key}-{number}",
                     section=section.title,
@@ -105,36 +105,6 @@ def unreachable() -> list[tuple[str, str, str]]:
         cost = f"{flops:.2g} operations for one model, about {hours:,.0f} A100-hours at {Machines().utilisation:.0%} of the peak"
         found.append((f"{claim.place}: {claim.sentence}", f"efla train --recipe {claim.recipe}", cost))
     return found
-
-
-def markdown(sections: Sequence[Section]) -> str:
-    """Every comparison of every claim as a page for the documentation: one table per section, with its budget."""
-    folders = " ".join(dict.fromkeys(section.source for section in sections))
-    parts = [
-        "# Claims and verdicts",
-        "",
-        f"Made from rows by `efla report {folders} --markdown FILE`; edit none of it by hand. A difference is *seen* when the",
-        "means differ by more than the larger of the two standard deviations over seeds, *reversed* when they do so the other",
-        "way round, else *not seen*; with one seed nothing is judged. Without seeds: throughput is near within 5 % in every",
-        "setting, exactness and parameters are as computed. [The paper](paper.md) says what each claim means here.",
-    ]
-    for section in sections:
-        places = places_of(section)
-        claims = [claim for claim in section.claims if claim.letter in places]
-        if not claims:
-            continue
-        parts += ["", f"## {section.title}", "", f"`{section.source}`: {section.budget}", ""]
-        parts += ["| claim | in the paper | comparison | verdict | ours |", "| --- | --- | --- | --- | --- |"]
-        for first, comparisons in grouped(claims):
-            for number, claim in enumerate(comparisons):
-                head = (first.sentence, places[first.letter]) if number == 0 else ("", "")
-                cells = (*head, claim.pair, f"**{claim.verdict}**", claim.reason)
-                parts.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
-        parts += ["", "May not be concluded:", "", *(f"- {line}" for line in section.not_concluded)]
-    missing = not_run(sections)
-    if missing:
-        parts += ["", "## Not in these results", "", *(f"- {text} (`{command}`)" for text, command in missing)]
-    return "\n".join(parts) + "\n"
 
 
 def picture(sections: Sequence[Section]) -> str:
@@ -180,16 +150,17 @@ def strip(comparisons: Sequence[Claim]) -> str:
     for claim in comparisons:
         kind = claim.verdict.replace(" ", "-")
         title = f"<title>{escape(f'{claim.verdict}: {claim.pair}')}</title>"
-        if claim.effect is None:
+        effect = _effect(claim)
+        if effect is None:
             column, row = without % 4, without // 4 % 3
             corner = f"M{end + 4 + 7 * column:.1f} {2 + 7 * row}"
             parts.append(f'<path class="mark {kind}" d="{corner}h5v5h-5Z">{title}</path>')
             without += 1
             continue
-        at = max(-_REACH, min(_REACH, claim.effect))
+        at = max(-_REACH, min(_REACH, effect))
         x = middle + per * at
-        if abs(claim.effect) > _REACH:
-            tip = 6 if claim.effect > 0 else -6
+        if abs(effect) > _REACH:
+            tip = 6 if effect > 0 else -6
             parts.append(
                 f'<path class="mark {kind}" d="M{x:.1f} {y - 5}L{x + tip:.1f} {y}L{x:.1f} {y + 5}Z">{title}</path>'
             )
@@ -199,12 +170,28 @@ def strip(comparisons: Sequence[Claim]) -> str:
 
 
 def _describe(comparisons: Sequence[Claim]) -> str:
-    return f"{len(comparisons)} comparison(s): {'; '.join(claim.verdict + _by(claim.effect) for claim in comparisons)}"
+    return (
+        f"{len(comparisons)} comparison(s): {'; '.join(claim.verdict + _by(_effect(claim)) for claim in comparisons)}"
+    )
+
+
+def _effect(claim: Claim) -> float | None:
+    """The difference in half widths of its interval: beyond one, the interval excludes zero."""
+    found = claim.difference
+    if found is None or math.isnan(found.detectable):
+        return None
+    return (
+        found.mean / found.detectable
+        if found.detectable
+        else math.copysign(math.inf, found.mean)
+        if found.mean
+        else 0.0
+    )
 
 
 def _by(effect: float | None) -> str:
     if effect is None:
         return ""
     if abs(effect) > _REACH:
-        return f" by {'more' if effect > 0 else 'less'} than {math.copysign(_REACH, effect):+g} standard deviations"
-    return f" by {effect:+.1f} standard deviations"
+        return f" by {'more' if effect > 0 else 'less'} than {math.copysign(_REACH, effect):+g} half widths"
+    return f" by {effect:+.1f} half widths"

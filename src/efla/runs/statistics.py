@@ -86,14 +86,6 @@ def _value(row: Record, field: str | Callable[[Record], float]) -> float:
     return number(row[field]) if isinstance(field, str) else field(row)
 
 
-def level_mean(values: Sequence[float]) -> float:
-    """Mean over levels, trapezoid on the level's index: (v_0/2 + v_1 + ... + v_n/2) / n."""
-    array = np.asarray(values, dtype=np.float64)
-    if len(array) < 2:
-        raise ValueError(f"a mean over levels needs at least two levels, got {len(array)}")
-    return float((array[:-1] + array[1:]).sum() / (2 * (len(array) - 1)))
-
-
 SEEN, NOT_SEEN, REVERSED = "seen", "not seen", "reversed"
 NOT_JUDGED, NOT_TESTABLE = "not judged", "not testable here"
 _ALPHA = 0.05
@@ -173,8 +165,9 @@ class Difference(NamedTuple):
             n += 1
         return n
 
-    def text(self, unit: str = "") -> str:
-        """``+1.2 points [-0.4, +2.8], n = 5, detectable 1.6``; two digits of the interval's half width, one to four decimals."""
+    def text(self, unit: str = "", *, short: bool = False) -> str:
+        """``+1.2 points [-0.4, +2.8], n = 5, detectable 1.6``: two digits of the interval's half width, one to four decimals;
+        short: without the last part."""
         unit = f" {unit}" if unit else ""
         if self.n == 0:
             return "no pairs"
@@ -184,10 +177,8 @@ class Difference(NamedTuple):
         digits = min(4, max(1, 1 - math.floor(math.log10(width)))) if width else 1
         if self.n == 1:
             return f"{self.mean:+.{digits}f}{unit}, n = 1"
-        return (
-            f"{self.mean:+.{digits}f}{unit} [{self.low:+.{digits}f}, {self.high:+.{digits}f}], n = {self.n}, "
-            f"detectable {self.detectable:.{digits}f}"
-        )
+        found = f"{self.mean:+.{digits}f}{unit} [{self.low:+.{digits}f}, {self.high:+.{digits}f}], n = {self.n}"
+        return found if short else f"{found}, detectable {self.detectable:.{digits}f}"
 
 
 def _sign_test(won: int, lost: int) -> bool:
@@ -206,7 +197,9 @@ def difference(values: Iterable[float]) -> Difference:
     if n == 0 or not np.isfinite(array).all():
         return Difference(math.nan, math.nan, math.nan, n, won, lost)
     mean = float(array.mean())
-    half = t_quantile(1 - _ALPHA / 2, n - 1) * float(array.std(ddof=1)) / math.sqrt(n) if n > 1 else math.nan
+    if n == 1:
+        return Difference(mean, math.nan, math.nan, n, won, lost)
+    half = t_quantile(1 - _ALPHA / 2, n - 1) * float(array.std(ddof=1)) / math.sqrt(n)
     return Difference(mean, mean - half, mean + half, n, won, lost)
 
 
@@ -252,9 +245,6 @@ class Claim(NamedTuple):
     paper: float | None = None
     """The difference that the paper printed, in the same unit and direction."""
 
-    effect: float | None = None
-    """To be removed."""
-
     def text(self) -> str:
         """Difference, interval, n, smallest detectable effect and reason on one line."""
         return "; ".join(filter(None, (self.difference and self.difference.text(self.unit), self.reason)))
@@ -277,13 +267,17 @@ def compare(
 ) -> Claim:
     """The claim that ours is better than theirs, judged by the paired differences over the seeds of both.
 
-    scale: factor of the values and of a difference that is not relative; digits: of the values in the reason.
+    scale: factor of the values and of a difference that is not relative; digits: of the values in the reason. Where the
+    verdict is "not seen", the reason says about how many seeds would show the paper's difference, else the observed one.
     """
     each = advantages(ours, theirs, lower_is_better=lower_is_better, relative=relative)
     found = difference(value if relative else scale * value for value in each.values())
     means = (spread(arm[seed] for seed in each).mean for arm in (ours, theirs))
     shown = ("diverged" if math.isnan(mean) else f"{scale * mean:,.{digits}f}" for mean in means)
     parts = [" against ".join(shown), note]
+    if found.verdict == NOT_SEEN and not math.isnan(found.mean):
+        seeds = found.seeds_needed(paper)
+        parts.append(f"needs {'more than 1,000' if seeds is None else f'about {seeds}'} seeds")
     if unpaired := len(ours.keys() ^ theirs.keys()):
         parts.append(f"{unpaired} unpaired seed{'s' if unpaired > 1 else ''} left out")
     return Claim(letter, sentence, pair, found.verdict, "; ".join(filter(None, parts)), found, unit, paper)
@@ -316,39 +310,3 @@ def grouped(claims: Sequence[Claim]) -> list[tuple[Claim, list[Claim]]]:
     for claim in claims:
         found.setdefault((claim.letter, claim.sentence), []).append(claim)
     return [(comparisons[0], comparisons) for comparisons in found.values()]
-
-
-def judge(ours: Spread, theirs: Spread, *, lower_is_better: bool = False) -> str:
-    """Whether ours is better: "seen" if the means differ by more than the larger standard deviation, "reversed" if they
-    do so in the other direction, else "not seen"; "not judged" with fewer than two seeds."""
-    if ours.n < 2 or theirs.n < 2:
-        return NOT_JUDGED
-    if math.isnan(ours.mean) or math.isnan(theirs.mean):
-        # A diverged run has no loss: the arm without one is worse.
-        if math.isnan(ours.mean) and math.isnan(theirs.mean):
-            return NOT_SEEN
-        return REVERSED if math.isnan(ours.mean) else SEEN
-    difference = (theirs.mean - ours.mean) if lower_is_better else (ours.mean - theirs.mean)
-    if abs(difference) <= max(ours.std, theirs.std):
-        return NOT_SEEN
-    return SEEN if difference > 0 else REVERSED
-
-
-def effect(ours: Spread, theirs: Spread, *, lower_is_better: bool = False) -> float | None:
-    """By how many of the larger standard deviations ours is better (negative: worse); ``None`` without a verdict."""
-    if judge(ours, theirs) == NOT_JUDGED or math.isnan(ours.mean) or math.isnan(theirs.mean):
-        return None
-    difference = (theirs.mean - ours.mean) if lower_is_better else (ours.mean - theirs.mean)
-    larger = max(ours.std, theirs.std)
-    return difference / larger if larger > 0 else math.copysign(math.inf, difference) if difference else 0.0
-
-
-def claims_text(claims: Sequence[Claim]) -> list[str]:
-    """The claims as lines for a terminal."""
-    lines = []
-    for first, comparisons in grouped(claims):
-        lines.append(f"({first.letter}) {first.sentence}")
-        lines += [
-            f"    {claim.verdict.upper():<10}  {claim.pair}\n                {claim.reason}" for claim in comparisons
-        ]
-    return lines

@@ -15,6 +15,7 @@ from efla.experiments.exactness.claims import by_study, table
 from efla.experiments.exactness.config import RULES, profile
 from efla.experiments.exactness.run import Exactness, by_matrix_exponential, in_closed_form
 from efla.experiments.runner import run
+from efla.runs.names import name_of
 from efla.runs.records import Record, number
 from efla.runs.rows import read_rows
 
@@ -76,8 +77,8 @@ def test_figure_and_table_come_from_rows_alone(rows: list[Record], tmp_path: Pat
     assert all(file.stat().st_size > 10_000 for file in files)
     first = files[1].read_bytes()
     assert Exactness.plot(rows, tmp_path)[1].read_bytes() == first, "the same rows give the same figure"
-    assert [line["rule"] for line in table(rows)] == list(RULES)
-    assert "gated_efla_log" in Exactness.text_summary(rows)
+    assert [line["rule"] for line in table(rows)] == [name_of(rule) for rule in RULES]
+    assert "Gated EFLA (log gate)" in Exactness.text_summary(rows)
 
 
 def test_unknown_profiles_and_rules_are_errors_that_offer_the_nearest(tmp_path: Path) -> None:

@@ -7,8 +7,10 @@ import math
 from collections.abc import Sequence
 
 from efla.experiments.exactness.config import RULES
+from efla.runs.names import name_of
 from efla.runs.records import Record, number
 from efla.runs.statistics import NOT_SEEN, SEEN, Claim, Rows
+from efla.runs.text import claims_text, text_table
 
 ROUNDING = 1e-12
 """Relative error below which a float64 step counts as exact."""
@@ -26,22 +28,21 @@ def by_study(rows: Sequence[Record], study: str) -> dict[str, Record]:
 def claims(rows: Sequence[Record]) -> list[Claim]:
     """Claims (a) on the error against the matrix exponential and (b) on the factor along the key, for both families."""
     order, stability = by_study(rows, "order"), by_study(rows, "stability")
-    found = []
+    errors, limits = [], []
     for ours, theirs in _PAIRS:
+        pair = f"{name_of(ours)} against {name_of(theirs)}"
         if ours in order and theirs in order:
             a, b = (max(number(error) for error in order[rule]["error"]) for rule in (ours, theirs))
             low, high = min(order[ours]["x"]), max(order[ours]["x"])
-            text = f"largest relative error {a:.1e} against {b:.1e} for step sizes from {low:g} to {high:g}, float64"
-            found.append(Claim("a", _EXACT, f"{ours} against {theirs}", SEEN if a < ROUNDING < b else NOT_SEEN, text))
-    for ours, theirs in _PAIRS:
+            text = f"error at most {a:.0e} against {b:.0e} for βλ {low:g} to {high:g}"
+            errors.append(Claim("a", _EXACT, pair, SEEN if a < ROUNDING < b else NOT_SEEN, text))
         if ours in stability and theirs in stability:
             a, b = (number(stability[rule]["stability_limit"]) for rule in (ours, theirs))
-            searched = number(stability[ours]["searched_to"])
-            text = f"no step size up to {searched:g} expands" if math.isinf(a) else f"expands beyond {a:.3g}"
-            text += ", against none" if math.isinf(b) else f", against beyond {b:.3g}"
+            searched = f"never expands up to βλ = {number(stability[ours]['searched_to']):g}"
+            parts = (searched if math.isinf(limit) else f"beyond {limit:.3g}" for limit in (a, b))
             verdict = SEEN if math.isinf(a) and not math.isinf(b) else NOT_SEEN
-            found.append(Claim("b", _STABLE, f"{ours} against {theirs}", verdict, text))
-    return found
+            limits.append(Claim("b", _STABLE, pair, verdict, ", against ".join(parts)))
+    return [*errors, *limits]
 
 
 def table(rows: Sequence[Record]) -> list[dict[str, str]]:
@@ -54,7 +55,7 @@ def table(rows: Sequence[Record]) -> list[dict[str, str]]:
         after = number(memory[rule]["norm_after_burst"])
         lines.append(
             {
-                "rule": rule,
+                "rule": name_of(rule),
                 "order declared": _order(number(order[rule]["declared_order"])),
                 "order measured": _order(number(order[rule]["measured_order"])),
                 "error at x = 1": f"{number(order[rule]['error_at_1']):.1e}",
@@ -70,15 +71,14 @@ def _order(order: float) -> str:
     return "exact" if math.isinf(order) else f"{order:.2f}" if order != round(order) else f"{order:.0f}"
 
 
-def text_summary(rows: Sequence[Record]) -> str:
-    """The table as plain text, and how far the closed form and the matrix exponential agree."""
+def text_summary(rows: Sequence[Record], verbose: bool = False) -> str:
+    """The claims and the table as plain text; verbose: all columns, and how far closed form and matrix exponential agree."""
     lines = table(rows)
     if not lines:
         return "no finished cells yet"
-    widths = {key: max(len(key), *(len(line[key]) for line in lines)) for key in lines[0]}
-    text = ["  ".join(f"{key:<{widths[key]}}" for key in widths)]
-    text.append("  ".join("-" * width for width in widths.values()))
-    text += ["  ".join(f"{line[key]:<{widths[key]}}" for key in widths) for line in lines]
-    worst = max(number(row["closed_form_against_matrix_exp"]) for row in by_study(rows, "order").values())
-    text.append(f"closed form against torch.linalg.matrix_exp (float64): largest relative difference {worst:.1e}")
-    return "\n".join(text)
+    columns = [key for key in lines[0] if verbose or not ("declared" in key or "before" in key)]
+    text = text_table(columns, [[line[key] for key in columns] for line in lines])
+    if verbose:
+        worst = max(number(row["closed_form_against_matrix_exp"]) for row in by_study(rows, "order").values())
+        text.append(f"closed form against torch.linalg.matrix_exp (float64): largest relative difference {worst:.1e}")
+    return "\n".join([*text, "", *claims_text(claims(rows), verbose)])

@@ -6,11 +6,15 @@ Failed runs count as not-a-number, not as missing.
 import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from textwrap import fill
 from typing import NamedTuple
 
+from efla.evaluation.table import paper_rows
 from efla.experiments.lm.config import ARM_ORDER, CHOICES, PAIR, PEAK_RATE
+from efla.runs.names import name_of
 from efla.runs.records import Record, number
-from efla.runs.statistics import NOT_JUDGED, Claim, Curve, Rows, Spread, claims_text, curve, effect, judge, spread
+from efla.runs.statistics import NOT_TESTABLE, Claim, Curve, Rows, Spread, compare, curve, spread
+from efla.runs.text import claims_text, text_table
 
 COMPARABILITY = (
     "These models have 200 to 800 times fewer parameters than the paper's 340M, saw a thousandth of the tokens or less, and "
@@ -26,7 +30,7 @@ class Metric(NamedTuple):
     title: str
     unit: float = 1.0
     digits: int = 2
-    lower_is_better: bool = True
+    short: str = ""
 
     def text(self, found: Spread) -> str:
         """The metric as shown; large numbers have commas."""
@@ -36,12 +40,12 @@ class Metric(NamedTuple):
 
 
 METRICS = {
-    "bits": Metric("test", "bits", "test bits per byte", digits=4),
-    "perplexity": Metric("test", "perplexity", "test byte perplexity", digits=3),
-    "validation": Metric("validation", "bits", "validation bits per byte", digits=4),
-    "wikitext": Metric("wikitext", "word_perplexity", "WikiText word perplexity", digits=0),
-    "lambada_perplexity": Metric("lambada", "perplexity", "LAMBADA perplexity per word", digits=0),
-    "lambada_accuracy": Metric("lambada", "accuracy", "LAMBADA accuracy, %", 100.0, 2, False),
+    "bits": Metric("test", "bits", "test bits per byte", digits=4, short="test bits"),
+    "perplexity": Metric("test", "perplexity", "test byte perplexity", digits=3, short="test perplexity"),
+    "validation": Metric("validation", "bits", "validation bits per byte", digits=4, short="validation bits"),
+    "wikitext": Metric("wikitext", "word_perplexity", "WikiText word perplexity", digits=0, short="WikiText"),
+    "lambada_perplexity": Metric("lambada", "perplexity", "LAMBADA perplexity per word", digits=0, short="LAMBADA"),
+    "lambada_accuracy": Metric("lambada", "accuracy", "LAMBADA accuracy, %", 100.0, 2, "LAMBADA accuracy"),
 }
 
 
@@ -60,14 +64,17 @@ class Runs(Rows):
         """The runs of an arm at a rate, by seed."""
         return Rows(sorted(self.where(arm=arm, rate=self.rate if rate is None else rate), key=lambda row: row["seed"]))
 
-    def metric(self, arm: str, name: str, rate: float | None = None, *, shared_with: str | None = None) -> Spread:
-        """A metric of an arm over its seeds, or over the seeds that another arm has too."""
+    def by_seed(self, arm: str, name: str, rate: float | None = None) -> dict[int, float]:
+        """Seed -> a metric of an arm; not-a-number where the run failed."""
         group, key = METRICS[name][:2]
         mine = [row for row in self.at(arm, rate) if group in row]
-        if shared_with is not None:
-            theirs = self.at(shared_with, rate).values("seed")
-            mine = [row for row in mine if row["seed"] in theirs]
-        return spread(math.nan if row["failed"] else number(row[group][key]) for row in mine)
+        return {row["seed"]: math.nan if row["failed"] else number(row[group][key]) for row in mine}
+
+    def metric(self, arm: str, name: str, rate: float | None = None, *, shared_with: str | None = None) -> Spread:
+        """A metric of an arm over its seeds, or over the seeds that another arm has too."""
+        mine = self.by_seed(arm, name, rate)
+        seeds = mine if shared_with is None else mine.keys() & set(self.at(shared_with, rate).values("seed"))
+        return spread(mine[seed] for seed in seeds)
 
     def text(self, arm: str, name: str, rate: float | None = None) -> str:
         return METRICS[name].text(self.metric(arm, name, rate))
@@ -130,76 +137,64 @@ _SENTENCES = {
     "c": "EFLA is competitive with Mamba-2",
     "d": "EFLA's zero-shot accuracy is higher on average",
 }
-_MAIN = "exact-flow against delta-l2 (DeltaNet as in flash-linear-attention; rule and key norm differ)"
 _PERPLEXITIES = ("bits", "wikitext", "lambada_perplexity")
-# Claim, our arm, their arm, what is compared, metrics.
+_PAPER_COLUMNS = {"wikitext": "wikitext", "lambada_perplexity": "lambada_ppl"}
+# Claim, our arm, their arm, metrics. The rule alone differs where both arms have raw or both have normalised keys.
 _COMPARISONS = (
-    ("a", "exact-flow", "delta-l2", _MAIN, _PERPLEXITIES),
-    ("a", "exact-flow", "delta-raw", "the rule alone, raw keys", ("bits",)),
-    ("a", "exact-flow-l2", "delta-l2", "the rule alone, L2 keys", ("bits",)),
-    ("b", "gated-exact-flow", "gated-delta", "gated-exact-flow against gated-delta (rule and key norm differ)", _PERPLEXITIES),
-    ("c", "exact-flow", "mamba2", "exact-flow against mamba2", ("bits",)),
-    ("d", "exact-flow", "delta-l2", _MAIN, ("lambada_accuracy",)),
-)  # fmt: skip
+    ("a", "exact-flow", "delta-l2", _PERPLEXITIES),
+    ("a", "exact-flow", "delta-raw", ("bits",)),
+    ("a", "exact-flow-l2", "delta-l2", ("bits",)),
+    ("b", "gated-exact-flow", "gated-delta", _PERPLEXITIES),
+    ("c", "exact-flow", "mamba2", ("bits", "wikitext")),
+)
 
 
 def claims(rows: Sequence[Record]) -> list[Claim]:
-    """Claims (a) to (d), as far as their arms were run."""
+    """Claims (a) to (d), as far as their arms were run. Perplexities are compared in percent of theirs, seed by seed."""
     runs, found = Runs(rows), []
-    for letter, ours, theirs, pair, names in _COMPARISONS:
+    for letter, ours, theirs, names in _COMPARISONS:
         for name in names:
-            if runs.metric(ours, name).n and runs.metric(theirs, name).n:
-                found.append(_compare(runs, letter, ours, theirs, pair, name))
-    if found and found[-1].letter == "d":
-        # One set says nothing about the average, and at this size LAMBADA's last words are rarely predicted.
-        found[-1] = found[-1]._replace(verdict=NOT_JUDGED, reason=f"{found[-1].reason}; one of nine sets", effect=None)
-        if at_chance := runs.chance_sentence():
-            found.append(Claim("d", _SENTENCES["d"], "the eight multiple-choice sets", NOT_JUDGED, at_chance))
+            values = [runs.by_seed(arm, name) for arm in (ours, theirs)]
+            if not all(values):
+                continue
+            metric = METRICS[name]
+            against = "" if (ours, theirs) == PAIR[::-1] else f", {name_of(ours)} against {name_of(theirs)}"
+            relative = name in _PAPER_COLUMNS
+            unit, paper = ("%", _papers(ours, theirs, name)) if relative else ("bits", None)
+            found.append(
+                compare(
+                    letter, _SENTENCES[letter], f"{metric.short}{against}", *values, unit=unit, digits=metric.digits,
+                    lower_is_better=True, relative=relative, paper=paper,
+                )
+            )  # fmt: skip
+    if all(runs.by_seed(arm, "lambada_accuracy") for arm in PAIR):
+        reason = "needs the paper's 340M models; at this size accuracies are at chance"
+        found.append(Claim("d", _SENTENCES["d"], "nine sets", NOT_TESTABLE, reason))
     return found
 
 
-def _compare(runs: Runs, letter: str, ours: str, theirs: str, pair: str, name: str) -> Claim:
-    metric, lower = METRICS[name], METRICS[name].lower_is_better
-    a, b = runs.metric(ours, name, shared_with=theirs), runs.metric(theirs, name, shared_with=ours)
-    text = f"{metric.text(a)} against {metric.text(b)}"
-    difference = metric.unit * (a.mean - b.mean)
-    if not math.isnan(difference):
-        text += f": {difference:+,.{metric.digits}f}"
-        if lower and b.mean > 0:
-            text += f" ({100 * (a.mean / b.mean - 1):+.1f} %)"
-        elif metric.unit == 100:
-            text += " points"
-    text += "; 1 seed: no verdict" if a.n == 1 else f"; {a.n} seeds"
-    verdict = judge(a, b, lower_is_better=lower)
-    if verdict == NOT_JUDGED and not math.isnan(difference):
-        # Set the difference of single runs against the spread over seeds of the main pair.
-        spreads = [s.std for arm in PAIR if (s := runs.metric(arm, name)).n > 1 and not math.isnan(s.std)]
-        if spreads:
-            words = "smaller" if abs(difference / metric.unit) <= max(spreads) else "larger"
-            yardstick = f"{metric.unit * max(spreads):,.{metric.digits}f}"
-            text += f", {words} than the spread over seeds of the main pair ({yardstick})"
-    better = effect(a, b, lower_is_better=lower)
-    return Claim(letter, _SENTENCES[letter], f"{metric.title}: {pair}", verdict, text, effect=better)
+def _papers(ours: str, theirs: str, name: str) -> float | None:
+    """By how many percent the perplexity of ours was lower in the paper's 340M models."""
+    table = paper_rows("340M")
+    a, b = (table.get(name_of(arm), {}).get(_PAPER_COLUMNS[name]) for arm in (ours, theirs))
+    return None if a is None or b is None else 100 * (1 - a / b)
 
 
-def text_summary(rows: Sequence[Record]) -> str:
-    """One line per arm, the rates of a sweep, the claims and what can be compared, as plain text."""
+def text_summary(rows: Sequence[Record], verbose: bool = False) -> str:
+    """One line per arm, the claims and what can be compared, as plain text; verbose: also the rates of a sweep."""
     runs = Runs(rows)
     if not runs:
         return "no finished cells yet"
-    names = runs.measured()
-    lines = [f"peak rate {runs.rate:g}, mean ± deviation over seeds"]
-    lines.append(f"{'':<17}{'seeds':>5}" + "".join(f"{METRICS[name].title:>30}" for name in names))
-    for arm in runs.arms:
-        if count := len(runs.at(arm)):
-            lines.append(f"{arm:<17}{count:>5}" + "".join(f"{runs.text(arm, name):>30}" for name in names))
-    if len(runs.rates) > 1:
-        lines += ["", "test bits per byte by peak rate"]
-        lines.append(f"{'':<17}" + "".join(f"{rate:>18g}" for rate in runs.rates))
-        for arm in runs.arms:
-            lines.append(f"{arm:<17}" + "".join(f"{runs.text(arm, 'bits', rate):>18}" for rate in runs.rates))
-    lines += [f"{arm}: {n} failed, a step was not finite" for arm, n in runs.failures().items()]
-    lines += ["", *claims_text(claims(rows)), "", COMPARABILITY]
+    names = runs.measured() if verbose else [name for name in runs.measured() if name in _PERPLEXITIES]
+    arms = [arm for arm in runs.arms if runs.at(arm)]
+    table = [[name_of(arm), str(len(runs.at(arm))), *(runs.text(arm, name) for name in names)] for arm in arms]
+    lines = [f"Perplexity and bits at peak rate {runs.rate:g}, mean ± deviation over seeds"]
+    lines += text_table(["", "seeds", *(METRICS[name].short for name in names)], table)
+    if verbose and len(runs.rates) > 1:
+        sweep = [[name_of(arm), *(runs.text(arm, "bits", rate) for rate in runs.rates)] for arm in runs.arms]
+        lines += ["", *text_table(["test bits per byte", *(f"{rate:g}" for rate in runs.rates)], sweep)]
+    lines += [f"{name_of(arm)}: {n} failed, a step was not finite" for arm, n in runs.failures().items()]
     data = runs[0]["data"]
+    lines += ["", *claims_text(claims(rows), verbose), fill(COMPARABILITY, 80)]
     lines.append(f"text: {data['corpus']} ({data['source']}, digest {data['digest']}){runs.missing_files()}")
     return "\n".join(lines)

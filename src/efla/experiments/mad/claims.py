@@ -2,27 +2,30 @@
 
 import math
 from collections.abc import Sequence
+from textwrap import fill
 from typing import NamedTuple
 
 from efla.experiments.mad.config import ARMS, TASK_ORDER, profile
 from efla.experiments.mad.config import settings_of as profile_settings
 from efla.experiments.mad.tasks import SEED
+from efla.runs.names import name_of
 from efla.runs.records import Record, number, to_record
 from efla.runs.statistics import (
     NOT_JUDGED,
-    NOT_SEEN,
     REVERSED,
     SEEN,
     Claim,
     Curve,
     Rows,
     Spread,
-    claims_text,
+    advantages,
+    compare,
     curve,
-    effect,
-    judge,
+    difference,
+    every,
     spread,
 )
+from efla.runs.text import claims_text, text_table
 
 METRICS = {
     "reference_accuracy": "reference accuracy, checkpoint with the lowest test perplexity",
@@ -196,10 +199,7 @@ def comparability(rows: Sequence[Record]) -> str:
     return f"Scores of the {name} profile may be compared across arms of the same profile, never with published ones: {reason}."
 
 
-PAIRS = {
-    "delta-l2": "exact-flow against delta-l2 (DeltaNet as in flash-linear-attention; rule and key norm differ)",
-    "delta-raw": "exact-flow against delta-raw (the rule alone differs)",
-}
+PAIRS = (("exact-flow", "delta-l2"), ("exact-flow", "delta-raw"), ("gated-exact-flow", "gated-delta"))
 MOST = ("memorization", "compression")
 _EACH = "EFLA is better than DeltaNet on all six tasks"
 _MEAN = f"EFLA's average over the six tasks is {PAPER['EFLA'] - PAPER['DeltaNet']:.1f} points higher"
@@ -207,139 +207,95 @@ _MOST = "The gain is largest on Memorize and Compress"
 
 
 def claims(rows: Sequence[Record]) -> list[Claim]:
-    """Claims (a) on each task and on all, (b) on the average and (c) on the largest gains, over the seeds of both arms.
+    """Claims (a) on all tasks and on each, (b) on the average and (c) on the largest gains, over the seeds of both arms.
 
     The reference profile is judged on every setting of a task, as in published averages, the others on the baseline.
     """
     found = []
     arms = arms_of(rows)
-    others = [other for other in PAIRS if other in arms and "exact-flow" in arms]
-    for other in others:
-        each = {task: _task_claim(rows, task, other) for task in TASK_ORDER if _common_seeds(rows, [task], other)}
-        found += [_all_claim(each, other), *each.values()]
-    for other in others:
-        if _common_seeds(rows, TASK_ORDER, other):
-            found += [_mean_claim(rows, other), _most_claim(rows, other)]
-    return found
+    for ours, theirs in (pair for pair in PAIRS if set(pair) <= set(arms)):
+        scores = {task: [_scores(rows, task, arm) for arm in (ours, theirs)] for task in TASK_ORDER}
+        is_main = (ours, theirs) == PAIRS[0]
+        against = "" if is_main else f", {name_of(ours)} against {name_of(theirs)}"
+        each = [
+            compare("a", _EACH, f"{_on(rows, task)}{against}", *scores[task], unit="points", scale=100)
+            for task in TASK_ORDER
+            if scores[task][0].keys() & scores[task][1].keys()
+        ]
+        # Pairs with one seed are one line: their tasks have no verdicts.
+        found += [_all_claim(each, against), *(claim for claim in each if claim.verdict != NOT_JUDGED)]
+        if len(each) == len(TASK_ORDER):
+            means = [_mean({task: both[i] for task, both in scores.items()}) for i in (0, 1)]
+            note = "" if follows_the_reference(rows) else "the paper's value is of other settings and another budget"
+            paper = PAPER["EFLA"] - PAPER["DeltaNet"] if is_main else None
+            found.append(
+                compare(
+                    "b", _MEAN, f"mean of six tasks{against}", *means, unit="points", scale=100, digits=2,
+                    paper=paper, note=note if is_main else "",
+                )
+            )  # fmt: skip
+            found.append(_most_claim({task: advantages(*both) for task, both in scores.items()}, against))
+    return sorted(found, key=lambda claim: claim.letter)
 
 
-def _all_claim(each: dict[str, Claim], other: str) -> Claim:
+def _all_claim(each: Sequence[Claim], against: str) -> Claim:
     """Seen (or reversed) if every task says so; no verdict while a task is missing."""
-    verdicts = {task: claim.verdict for task, claim in each.items()}
-    kinds = set(verdicts.values())
-    if len(verdicts) < len(TASK_ORDER) or NOT_JUDGED in kinds:
-        verdict = NOT_JUDGED
-    else:
-        verdict = kinds.pop() if kinds in ({SEEN}, {REVERSED}) else NOT_SEEN
-    parts = []
-    for kind in (SEEN, NOT_SEEN, REVERSED, NOT_JUDGED):
-        tasks = [task for task, mine in verdicts.items() if mine == kind]
-        if tasks:
-            parts.append(f"{kind} at {len(tasks)} ({', '.join(tasks)})")
-    missing = len(TASK_ORDER) - len(verdicts)
-    if missing:
-        parts.append(f"not run at {missing}")
-    return Claim("a", _EACH, f"all six together: {PAIRS[other]}", verdict, "; ".join(parts))
+    verdict, weakest = every([claim.difference for claim in each if claim.difference])
+    tasks = {kind: [claim.pair.split(",")[0] for claim in each if claim.verdict == kind] for kind in (SEEN, REVERSED)}
+    reason = "; ".join(f"{kind} at {', '.join(names) or 'no task'}" for kind, names in tasks.items())
+    if len(each) < len(TASK_ORDER):
+        verdict, reason = NOT_JUDGED, f"{reason}; not run: {len(TASK_ORDER) - len(each)} of {len(TASK_ORDER)} tasks"
+    shown = next(claim.pair.split(",")[0] for claim in each if claim.difference is weakest)
+    reason = f"shown: {shown}, furthest from the claim; {reason}"
+    return Claim("a", _EACH, f"all six tasks{against}", verdict, reason, weakest, "points")
 
 
-def _task_claim(rows: Sequence[Record], task: str, other: str) -> Claim:
-    seeds = _common_seeds(rows, [task], other)
-    ours, theirs = (spread(_score(rows, task, arm, seed) for seed in seeds) for arm in ("exact-flow", other))
-    numbers = f"{ours.percent()} against {theirs.percent()}{_by(ours, theirs)}, {_seeds(ours)}"
+def _most_claim(gains: dict[str, dict[int, float]], against: str) -> Claim:
+    """The difference is the mean gain on the two tasks minus that on the other four, seed by seed."""
+    two, four = (_mean({t: g for t, g in gains.items() if (t in MOST) == most}) for most in (True, False))
+    found = difference(100 * value for value in advantages(two, four).values())
+    means = {task: difference(100 * value for value in gain.values()).mean for task, gain in gains.items()}
+    order = sorted(means, key=lambda task: (math.isnan(means[task]), -means[task]))
+    reason = "gains " + ", ".join(
+        f"{task} {'diverged' if math.isnan(means[task]) else f'{means[task]:+.1f}'}" for task in order
+    )
+    return Claim("c", _MOST, f"these two minus the rest{against}", found.verdict, reason, found, "points")
+
+
+def _mean(values: dict[str, dict[int, float]]) -> dict[int, float]:
+    """Seed -> mean over tasks, for the seeds of all tasks."""
+    seeds = set.intersection(*(set(found) for found in values.values()))
+    return {seed: sum(found[seed] for found in values.values()) / len(values) for seed in sorted(seeds)}
+
+
+def _on(rows: Sequence[Record], task: str) -> str:
     names = judged_settings(rows, task)
-    where = names[0] if len(names) == 1 else f"mean of {len(names)} settings"
-    return Claim(
-        "a", _EACH, f"{task}, {where}: {PAIRS[other]}", judge(ours, theirs), numbers, effect=effect(ours, theirs)
-    )
+    return f"{task} ({names[0] if len(names) == 1 else f'mean of {len(names)} settings'})"
 
 
-def _mean_claim(rows: Sequence[Record], other: str) -> Claim:
-    """The verdict is on the sign only; compare the numbers with the paper's difference of 0.7."""
-    seeds = _common_seeds(rows, TASK_ORDER, other)
-    ours, theirs = (
-        spread(sum(_score(rows, task, arm, seed) for task in TASK_ORDER) / len(TASK_ORDER) for seed in seeds)
-        for arm in ("exact-flow", other)
-    )
-    numbers = f"{ours.percent(2)} against {theirs.percent(2)}{_by(ours, theirs, 2)}, {_seeds(ours)}; "
-    numbers += f"the paper's {PAPER['EFLA']} against {PAPER['DeltaNet']}"
-    numbers += " are over all settings" if follows_the_reference(rows) else " are of other settings and another budget"
-    return Claim("b", _MEAN, f"sign only: {PAIRS[other]}", judge(ours, theirs), numbers, effect=effect(ours, theirs))
+def _scores(rows: Sequence[Record], task: str, arm: str) -> dict[int, float]:
+    """Seed -> mean over the settings that are judged, for the seeds that were trained on all of them."""
+    names = judged_settings(rows, task)
+    seeds = set.intersection(*(set(seeds_of(rows, task, name, arm)) for name in names)) if names else set()
+    return {seed: sum(setting_score(rows, task, n, arm, seed) for n in names) / len(names) for seed in sorted(seeds)}
 
 
-def _most_claim(rows: Sequence[Record], other: str) -> Claim:
-    """Seen if the smaller gain on the two tasks exceeds the largest gain elsewhere by more than its spread over seeds."""
-    gains = [
-        {task: _score(rows, task, "exact-flow", seed) - _score(rows, task, other, seed) for task in TASK_ORDER}
-        for seed in _common_seeds(rows, TASK_ORDER, other)
-    ]
-    lead = spread(
-        min(gain[task] for task in MOST) - max(gain[task] for task in TASK_ORDER if task not in MOST) for gain in gains
-    )
-    lag = spread(
-        min(gain[task] for task in TASK_ORDER if task not in MOST) - max(gain[task] for task in MOST) for gain in gains
-    )
-    if lead.n < 2 or math.isnan(lead.mean):
-        verdict = NOT_JUDGED
-    else:
-        verdict = SEEN if lead.mean > lead.std else REVERSED if lag.mean > lag.std else NOT_SEEN
-    means = {task: spread(gain[task] for gain in gains) for task in TASK_ORDER}
-    order = sorted(TASK_ORDER, key=lambda task: (math.isnan(means[task].mean), -means[task].mean))
-    numbers = "gain in points: " + ", ".join(f"{task} {means[task].text(100)}" for task in order)
-    return Claim("c", _MOST, PAIRS[other], verdict, f"{numbers}; {_plural(len(gains), 'seed')}")
-
-
-def _score(rows: Sequence[Record], task: str, arm: str, seed: int) -> float:
-    """Mean over the settings that are judged."""
-    scores = [setting_score(rows, task, name, arm, seed) for name in judged_settings(rows, task)]
-    return sum(scores) / len(scores)
-
-
-def _common_seeds(rows: Sequence[Record], tasks: Sequence[str], other: str) -> list[int]:
-    """Seeds with which both arms were trained on every setting of these tasks that is judged."""
-    settings = {task: judged_settings(rows, task) for task in tasks}
-    if not all(settings.values()):
-        return []
-    found = (
-        set(seeds_of(rows, task, name, arm))
-        for task, names in settings.items()
-        for name in names
-        for arm in ("exact-flow", other)
-    )
-    return sorted(set.intersection(*found))
-
-
-def _by(ours: Spread, theirs: Spread, digits: int = 1) -> str:
-    difference = 100 * (ours.mean - theirs.mean)
-    return "" if math.isnan(difference) else f": {difference:+.{digits}f} points"
-
-
-def _seeds(ours: Spread) -> str:
-    return _plural(ours.n, "seed") + (" (no verdict)" if ours.n < 2 else "")
-
-
-def _plural(count: int, noun: str) -> str:
-    return f"{count} {noun}" + ("" if count == 1 else "s")
-
-
-def text_summary(rows: Sequence[Record]) -> str:
+def text_summary(rows: Sequence[Record], verbose: bool = False) -> str:
     """Scores in percent per setting and arm, the claims, and what may be compared, as plain text."""
-    cells = Rows(rows).cells()
-    if not cells:
+    if not Rows(rows).cells():
         return "no finished cells yet"
     arms = arms_of(rows)
-    names = {task: settings_of(rows, task) for task in tasks_of(rows)}
-    width = 2 + max(len(f"{task}, {name}") for task, settings in names.items() for name in settings)
-    lines = ["reference accuracy in %, best of the rates, mean ± deviation over seeds"]
-    lines.append(" " * width + "".join(f"{arm:>18}" for arm in arms))
-    for task, settings in names.items():
-        for name in settings:
-            values = [setting_spread(rows, task, name, arm).text(100) for arm in arms]
-            lines.append(f"{f'{task}, {name}':<{width}}" + "".join(f"{value:>18}" for value in values))
+    lines = [
+        [f"{task}, {name}", *(setting_spread(rows, task, name, arm).text(100) for arm in arms)]
+        for task in tasks_of(rows)
+        for name in settings_of(rows, task)
+    ]
     overall = [overall_score(rows, arm) for arm in arms]
     if any(math.isfinite(value) for value in overall):
         shown = ["–" if math.isnan(value) else f"{100 * value:.1f}" for value in overall]  # noqa: RUF001
-        lines.append(f"{'mean of task scores':<{width}}" + "".join(f"{value:>18}" for value in shown))
+        lines.append(["mean of task scores, first seed", *shown])
+    text = ["Accuracy in %, best of the rates, mean ± deviation over seeds"]
+    text += text_table(["", *map(name_of, arms)], lines)
     dropped = {arm: nonfinite(rows, arm) for arm in arms}
-    lines += [f"{arm}: {_plural(count, 'run')} dropped, not finite" for arm, count in dropped.items() if count]
-    lines += ["", *claims_text(claims(rows)), "", comparability(rows)]
-    return "\n".join(lines)
+    text += [f"{name_of(arm)}: {count} of its runs not finite" for arm, count in dropped.items() if count]
+    return "\n".join([*text, "", *claims_text(claims(rows), verbose), fill(comparability(rows), 80)])

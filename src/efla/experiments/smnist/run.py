@@ -337,5 +337,5 @@ class LearningRateRobustness(SmnistRobustness):
         return plot_rates(rows, folder)
 
     @classmethod
-    def text_summary(cls, rows: Sequence[Record]) -> str:
-        return claims.rates_summary(rows)
+    def text_summary(cls, rows: Sequence[Record], verbose: bool = False) -> str:
+        return claims.rates_summary(rows, verbose)

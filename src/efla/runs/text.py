@@ -1,0 +1,34 @@
+"""Tables and claims as plain text for a terminal of 80 columns."""
+
+from collections.abc import Sequence
+
+from efla.runs.statistics import NOT_JUDGED, Claim, grouped
+
+ONE_SEED = "One seed gives no verdict: --seeds adds more."
+
+
+def text_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    """Lines of a table: the first column aligned to the left, the others to the right."""
+    lines = [columns, *rows]
+    widths = [max(len(line[i]) for line in lines) for i in range(len(columns))]
+    return [
+        "  ".join(cell.rjust(width) if i else cell.ljust(width) for i, (cell, width) in enumerate(zip(line, widths, strict=True)))
+        for line in lines
+    ]  # fmt: skip
+
+
+def claims_text(claims: Sequence[Claim], verbose: bool = False) -> list[str]:
+    """One line for the first comparison of each claim; verbose: every comparison with its reason, below the sentence."""
+    lines = []
+    for first, comparisons in grouped(claims):
+        if verbose:
+            lines.append(f"({first.letter}) {first.sentence}")
+            lines += [f"    {claim.verdict}: {claim.pair}: {claim.text()}" for claim in comparisons]
+            continue
+        shown = first.difference.text(first.unit, short=True) if first.difference else first.reason
+        verdict = "" if first.verdict == NOT_JUDGED and first.difference else f"{first.verdict.upper()}  "
+        lines.append(f"({first.letter}) {first.pair}: {verdict}{shown}")
+    listed = claims if verbose else [first for first, _ in grouped(claims)]
+    if any(claim.difference and claim.difference.n == 1 for claim in listed):
+        lines.append(ONE_SEED)
+    return lines
