@@ -18,6 +18,7 @@ from efla.models import (
     EflaModel,
     register_when_loaded,
 )
+from efla.models.tokenizer import ByteTokenizer
 from tests.fresh import run_fresh
 from tests.models.tiny import ALL, MAIN, logits_of, random_tokens, tiny_config, tiny_model
 
@@ -34,7 +35,7 @@ def _fields(config):
 def test_a_loaded_model_is_the_saved_one(fields, tmp_path):
     model, tokens = tiny_model(**fields), random_tokens(2, 9)
     model.save_pretrained(tmp_path)
-    assert {path.suffix for path in tmp_path.iterdir()} == {".json", ".safetensors", ".md"}
+    assert {path.suffix for path in tmp_path.iterdir()} == {".json", ".safetensors", ".md", ".py"}
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
     assert type(loaded) is EflaForCausalLM
     assert not loaded.training
@@ -59,6 +60,41 @@ save_file({"logits": logits}, sys.argv[1] + "/out.safetensors")
     run_fresh(code, tmp_path).check_returncode()
     logits = load_file(tmp_path / "out.safetensors")["logits"]
     torch.testing.assert_close(logits, logits_of(model.double(), tokens), atol=1e-10, rtol=0)
+
+
+STOCK = """
+import json, sys
+from transformers import AutoModelForCausalLM, AutoTokenizer, pipeline
+folder = sys.argv[1]
+try:
+    AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=False)
+except ValueError as error:
+    print(error)
+assert "efla" not in sys.modules
+generate = pipeline("text-generation", model=folder, tokenizer=folder, trust_remote_code=True, device="cpu")
+text = generate("A byte", do_sample=False, max_new_tokens=5)[0]["generated_text"]
+model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
+model.save_pretrained(folder + "/again")
+print(json.dumps([text, type(model).__module__, AutoTokenizer.from_pretrained(folder).encode("A")]))
+"""
+
+
+def test_tools_that_never_import_efla_open_the_folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_MODULES_CACHE", str(tmp_path / "modules"))
+    model, tokenizer = tiny_model(vocab_size=256), ByteTokenizer()
+    model.save_pretrained(tmp_path / "m")
+    tokenizer.save_pretrained(tmp_path / "m")
+    done = run_fresh(STOCK, tmp_path / "m")
+    assert done.returncode == 0, done.stderr
+    refused, found = done.stdout.strip().rsplit("\n", 1)
+    assert "trust_remote_code=True" in refused
+    tokens = torch.tensor([tokenizer.encode("A byte")])
+    expected = model.generate(tokens, attention_mask=torch.ones_like(tokens), do_sample=False, max_new_tokens=5)
+    text = tokenizer.decode(expected[0], skip_special_tokens=True)
+    assert json.loads(found) == [text, "efla.models.modeling_efla", [0, 65]]
+    for name in ("config.json", "modeling_efla.py"):  # saved again by such a tool
+        assert (tmp_path / "m/again" / name).read_text() == (tmp_path / "m" / name).read_text()
+    assert len((tmp_path / "m/modeling_efla.py").read_text().splitlines()) == 1
 
 
 def test_sharded_weights_load(tmp_path):

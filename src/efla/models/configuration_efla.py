@@ -83,6 +83,7 @@ class EflaConfig(PreTrainedConfig):
 
     def __post_init__(self, **kwargs: Any) -> None:
         register_when_loaded()
+        kwargs.pop("auto_map", None)  # of a saved folder; see efla.models.saving
         _reject_misspelt(kwargs, self)
         rules.get(self.rule)
         if self.num_key_heads is None:
@@ -108,6 +109,10 @@ class EflaConfig(PreTrainedConfig):
         if self.conv_size == 1 or self.conv_size < 0:
             raise ValueError(f"conv_size must be 0 (no convolution) or at least 2, got {self.conv_size}")
         super().__post_init__(**kwargs)
+
+    @classmethod
+    def register_for_auto_class(cls, auto_class: str = "AutoConfig") -> None:
+        """Nothing: transformers would copy our source code into every folder that is saved."""
 
     def _resolve_mixers(self) -> list[str]:
         """One name per layer: a pattern is repeated, and "linear" becomes the rule."""

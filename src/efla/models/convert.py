@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from efla.errors import unknown_name
 from efla.models.configuration_efla import EflaConfig
-from efla.models.saving import check_loading_info
+from efla.models.saving import add_auto_map, check_loading_info
 
 _INDEX = "model.safetensors.index.json"
 MODEL_TYPES = ("delta_net", "gated_deltanet", "mamba2", "transformer")
@@ -277,6 +277,8 @@ def convert_folder(source: str | Path, target: str | Path) -> dict[str, Any]:
         data["weight_map"] = {key: name for files in renamed.values() for key, name in files.items()}
         (target / _INDEX).write_text(json.dumps(data, indent=2, sort_keys=True) + "\n")
     (target / "config.json").write_text(json.dumps(new, indent=2, sort_keys=True, default=str) + "\n")
+    if not to_fla:
+        add_auto_map(target)
     for path in sorted(source.iterdir()):
         # The card says how to load the model and whose it is, which has just changed.
         is_ours = path.name in ("config.json", "README.md", _INDEX) or path.suffix == ".safetensors"

@@ -1,7 +1,8 @@
-"""Loading with errors that name what does not fit; saving as safetensors with a model card."""
+"""Loading with errors that name what does not fit; saving as safetensors, with a model card and for stock tools."""
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -16,6 +17,13 @@ if TYPE_CHECKING:
 
     from efla.models.configuration_efla import EflaConfig
 
+AUTO_CLASSES = {
+    "AutoConfig": "EflaConfig",
+    "AutoModel": "EflaModel",
+    "AutoModelForCausalLM": "EflaForCausalLM",
+    "AutoModelForSequenceClassification": "EflaForSequenceClassification",
+}
+_MODULE = "modeling_efla"
 # A head may be missing or unexpected when a checkpoint is loaded for another task.
 _HEADS = ("lm_head.", "score.")
 
@@ -54,11 +62,29 @@ class CheckpointMixin:
         return (model, info) if wants_info else model  # type: ignore[return-value]
 
     def save_pretrained(self, save_directory: str | os.PathLike[str], *args: Any, **kwargs: Any) -> None:
-        """As in transformers; also writes README.md (a model card) if there is none."""
+        """As in transformers; also writes what :func:`add_auto_map` does, and README.md (a model card) if there is none."""
         super().save_pretrained(save_directory, *args, **kwargs)  # type: ignore[misc]
+        if (Path(save_directory) / "config.json").is_file():
+            add_auto_map(Path(save_directory))
         readme = Path(save_directory) / "README.md"
         if readme.parent.is_dir() and not readme.exists():
             readme.write_text(model_card(self), encoding="utf-8")  # type: ignore[arg-type]
+
+    @classmethod
+    def register_for_auto_class(cls, auto_class: str = "AutoModel") -> None:
+        """Nothing: transformers would copy our source code into every folder that is saved."""
+
+
+def add_auto_map(folder: Path) -> None:
+    """Let tools that never import efla open the folder with ``trust_remote_code=True``.
+
+    The module that config.json names imports efla; transformers says ``pip install efla`` where it is missing.
+    """
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    config["auto_map"] = {auto: f"{_MODULE}.{name}" for auto, name in AUTO_CLASSES.items()}
+    (folder / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+    line = f"from efla import {', '.join(sorted(AUTO_CLASSES.values()))}  # noqa: F401  (pip install efla)\n"
+    (folder / f"{_MODULE}.py").write_text(line, encoding="utf-8")
 
 
 def check_loading_info(name: str, source: object, info: dict[str, Any]) -> None:
@@ -123,11 +149,13 @@ A model of the Python library `efla` (Exact Flow Linear Attention), {parameters:
 | state per sequence | {state:,} bytes, whatever its length{growth} |
 
 ```python
-import efla
+import efla  # pip install efla
 from transformers import {auto}
 
 model = {auto}.from_pretrained("path/or/name")
 ```
+
+Without `import efla`, as in tools that load models by name, pass `trust_remote_code=True`.
 
 What it was trained on, how it was evaluated and what it should not be used for: to be filled in by whoever trained it.
 """
