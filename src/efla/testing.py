@@ -113,6 +113,35 @@ class ScanInputs:
         return o, state
 
 
+def assert_batch_invariant(rule: str, backend: str, dtype: torch.dtype = torch.float32) -> None:
+    """Assert that a sequence gives the same bits in a batch, alone, packed, in two parts, and on one thread or two."""
+    made = make_inputs(rule, batch=3, length=70, key_dim=24, dtype=dtype)
+    boundaries = torch.tensor([0, 30, 100])
+
+    def attend(part: Callable[[Tensor], Tensor], **options: Tensor) -> tuple[Tensor, Tensor]:
+        return replace(made, **{name: part(x) for name, x in made.tensors().items()}, **options).call(backend)  # type: ignore[arg-type]
+
+    o, state = (x[1:2] for x in attend(lambda x: x))
+    packed_o, packed_state = attend(lambda x: torch.cat([x[:1, :30], x[1:2]], dim=1), cu_seqlens=boundaries)
+    first_o, first_state = attend(lambda x: x[1:2, :36])
+    last_o, last_state = attend(lambda x: x[1:2, 36:], initial_state=first_state)
+    found = {
+        "the batch": attend(lambda x: x[1:2]),
+        "packing": (packed_o[:, 30:], packed_state[1:]),
+        "a cut after 36 tokens": (torch.cat([first_o, last_o], dim=1), last_state),
+    }
+    threads = torch.get_num_threads()
+    try:
+        for count in (1, 2):
+            torch.set_num_threads(count)
+            found[f"the number of threads ({count})"] = attend(lambda x: x[1:2])
+    finally:
+        torch.set_num_threads(threads)
+    for what, pair in found.items():
+        if not (torch.equal(pair[0], o) and torch.equal(pair[1], state)):
+            raise AssertionError(f"{what} changes the results of rule {rule!r} on {backend} in {dtype}")
+
+
 def make_inputs(
     rule: str = "efla",
     *,

@@ -147,6 +147,7 @@ def test_doctor_finds_every_backend_right_and_fits_a_screen(monkeypatch, capsys)
     shown = capsys.readouterr().out
     assert "right, " in shown
     assert all(name in shown for name in efla.backends())
+    assert "native: the same bits in any batch, packing and number of threads: yes" in shown
     assert len(shown.splitlines()) <= 25
 
 

@@ -16,7 +16,7 @@ from efla.rules.base import without_decay
 from efla.rules.exact_flow import ExactFlow
 from efla.scans.backends import native
 from efla.scans.operators import scan_op
-from efla.testing import make_inputs, run
+from efla.testing import assert_batch_invariant, make_inputs, run
 from tests.fresh import run_fresh
 from tests.scans.cases import RULES, assert_all_match
 
@@ -74,6 +74,56 @@ def test_results_are_bit_identical_whatever_the_number_of_threads(heads, packed)
     for other in results[1:]:
         for name, expected in results[0].items():
             assert torch.equal(other[name], expected), name
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=["f64", "f32", "bf16", "f16"]
+)
+@pytest.mark.parametrize("rule", RULES)
+def test_what_runs_beside_a_sequence_does_not_change_its_bits(rule, dtype):
+    assert_batch_invariant(rule, "native", dtype)
+
+
+@torch.no_grad()
+def test_a_sequence_may_be_cut_after_a_multiple_of_four_tokens_into_parts_of_more_than_eight():
+    inputs = make_inputs("gated_efla", batch=1, length=100, dtype=torch.float64)
+    tensors = inputs_of(inputs)
+
+    def attend(first, last, state=None):
+        parts = (x[:, first:last] for x in tensors)
+        return efla.linear_attention(
+            *parts, rule="gated_efla", backend="native", initial_state=state, output_final_state=True
+        )
+
+    whole = attend(0, 100)
+    for cut in range(12, 92, 4):
+        o, state = attend(0, cut)
+        rest, state = attend(cut, 100, state)
+        assert torch.equal(torch.cat([o, rest], dim=1), whole[0]), cut
+        assert torch.equal(state, whole[1]), cut
+
+
+@pytest.mark.parametrize("rule", ["efla", "gated_efla"])
+def test_gradients_do_not_depend_on_the_batch_or_the_packing(rule):
+    inputs = make_inputs(rule, batch=2, length=70)
+    weight = torch.randn(inputs.v.shape, generator=torch.Generator().manual_seed(1))
+
+    def gradients(part, **options):
+        given = [None if x is None else part(x).clone().requires_grad_() for x in inputs_of(inputs)]
+        o, _ = efla.linear_attention(*given, rule=rule, backend="native", **options)
+        (o * part(weight)).sum().backward()
+        return [x.grad for x in given if x is not None]
+
+    together = gradients(lambda x: x)
+    alone = gradients(lambda x: x[1:])
+    boundaries = torch.tensor([0, 5, 75])
+    packed = gradients(lambda x: torch.cat([x[:1, :5], x[1:]], dim=1), cu_seqlens=boundaries)
+    for a, b, c in zip(together, alone, packed, strict=True):
+        assert torch.equal(a[1:], b) and torch.equal(c[:, 5:], b)
+
+
+def inputs_of(inputs):
+    return inputs.q, inputs.k, inputs.v, inputs.beta, inputs.log_gate
 
 
 @pytest.mark.parametrize("rule", RULES)

@@ -12,7 +12,7 @@ import efla
 from efla.bench import machine_facts
 from efla.bench.gpu import conformance
 from efla.errors import BackendUnavailable
-from efla.testing import assert_matches_oracle, make_inputs
+from efla.testing import assert_batch_invariant, assert_matches_oracle, make_inputs
 
 
 @dataclass(frozen=True)
@@ -54,9 +54,23 @@ def doctor(verbose: bool = False) -> int:
         table.add_row(report.name, result)
     console.print()
     console.print(table)
-    is_wrong = any(report.problem for report in reports)
+    problems = [report.problem for report in reports]
+    if efla.backends()["native"] is None:
+        problems.append(_batch_variance())
+        verdict = f"[bold red]NO[/]: {escape(problems[-1])}" if problems[-1] else "[green]yes[/]"
+        console.print(f"native: the same bits in any batch, packing and number of threads: {verdict}")
+    is_wrong = any(problems)
     console.print(f"\nnext: {'report the problem with efla doctor --verbose' if is_wrong else 'efla train'}")
     return 1 if is_wrong else 0
+
+
+def _batch_variance() -> str | None:
+    """What changes the bits of a sequence on ``native`` and should not."""
+    try:
+        assert_batch_invariant("gated_efla", "native")
+    except AssertionError as error:
+        return str(error)
+    return None
 
 
 def check_backend(name: str) -> BackendReport:
