@@ -7,7 +7,7 @@ from efla.interruption import guard_start
 from efla.models import register_when_loaded
 
 if TYPE_CHECKING:
-    from efla import layers, models, ops, rules
+    from efla import layers, models, ops, rules, state
     from efla.errors import BackendUnavailable
     from efla.models import presets
     from efla.models.configuration_efla import EflaConfig
@@ -35,6 +35,7 @@ __all__ = [
     "rules",
     "scan",
     "set_validation",
+    "state",
     "validation",
 ]
 

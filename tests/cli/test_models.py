@@ -78,6 +78,27 @@ def test_generate_streams_what_the_model_says_and_its_speed(byte_model, capsys):
     assert re.search(r"prompt: 6 tokens, [\d,]+ tokens/s; new: \d+ tokens, [\d,.]+ tokens/s", err)
 
 
+def test_a_conversation_goes_on_from_a_file(byte_model, tmp_path, capsys):
+    options = ("--max-new-tokens", 6, "--temperature", 0)
+    tokens = torch.zeros(1, 1, dtype=torch.long)
+    model = tiny_model(vocab_size=256, bos_token_id=0, eos_token_id=0)
+    for said in ("Hello", " again"):
+        run(generate, byte_model, "--prompt", said, *options, "--state", tmp_path / "state")
+        start = tokens.shape[1] + len(said)
+        tokens = torch.cat([tokens, torch.tensor([list(said.encode())])], dim=1)
+        tokens = model.generate(
+            tokens, attention_mask=torch.ones_like(tokens), max_new_tokens=6, do_sample=False, pad_token_id=0
+        )
+        answer = ByteTokenizer().decode(tokens[0, start:].tolist(), skip_special_tokens=True)
+        assert capsys.readouterr().out == said + answer + "\n"
+    other = tiny_model(seed=1, vocab_size=256)
+    other.save_pretrained(tmp_path / "other")
+    before = (tmp_path / "state").read_bytes()
+    with pytest.raises(ValueError, match="other weights"):
+        run(generate, tmp_path / "other", "--prompt", "x", *options, "--state", tmp_path / "state")
+    assert (tmp_path / "state").read_bytes() == before
+
+
 def test_sampling_follows_the_seed(byte_model, capsys):
     texts = []
     for seed in (1, 1, 2):

@@ -80,6 +80,7 @@ def generate(
     tokenizer: Annotated[str | None, tyro.conf.arg(help_behavior_hint="(default: the model's own)")] = None,
     device: str = "auto",
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto",
+    state: Annotated[Path | None, tyro.conf.arg(help_behavior_hint="(default: none)")] = None,
 ) -> int:
     """Continue a prompt. Text is printed as it is generated, then tokens per second (on stderr).
 
@@ -95,6 +96,7 @@ def generate(
         tokenizer: Tokenizer folder or name, if the model's folder has none. A vocabulary of 256 is bytes.
         device: auto, cpu or cuda.
         dtype: Precision of the weights; auto uses the checkpoint's.
+        state: File with what the model has read. If it exists, the prompt continues from there; then it is written anew.
     """
     if max_new_tokens < 1 or temperature < 0 or top_k < 0 or not 0 < top_p <= 1:
         raise ValueError(
@@ -107,19 +109,33 @@ def generate(
     text = sys.stdin.read() if prompt == "-" else prompt
     if model.endswith(".onnx"):
         refuse_ignored(
-            {"tokenizer": tokenizer is not None, "device": device not in ("auto", "cpu"), "dtype": dtype != "auto"},
+            {
+                "tokenizer": tokenizer is not None,
+                "device": device not in ("auto", "cpu"),
+                "dtype": dtype != "auto",
+                "state": state is not None,
+            },
             "with an ONNX file",
         )
         return _generate_onnx(
             model, text, max_new_tokens=max_new_tokens, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed
         )
     import torch
+    from transformers import DynamicCache
 
+    from efla.models.cache import seen_tokens
     from efla.models.loading import load_model
     from efla.models.tokenizer import TimedStreamer
 
     loaded = load_model(model, tokenizer=tokenizer, device=device, dtype=dtype)
-    ids = torch.tensor([loaded.tokenizer.encode(text)], dtype=torch.long, device=loaded.model.device)
+    cache = None
+    if state is not None:
+        from efla import state as states
+
+        cache = states.load(state, loaded.model) if state.exists() else DynamicCache(config=loaded.model.config)
+    seen = seen_tokens(cache)
+    encoded = loaded.tokenizer.encode(text, add_special_tokens=seen == 0)
+    ids = torch.tensor([encoded], dtype=torch.long, device=loaded.model.device)
     if ids.shape[1] == 0:
         raise ValueError("the prompt has no tokens; give some text")
     streamer = TimedStreamer(loaded.tokenizer, lambda piece: print(piece, end="", flush=True))
@@ -128,15 +144,19 @@ def generate(
     print(text, end="", flush=True)
     with torch.inference_mode():
         pad_token_id = loaded.model.config.pad_token_id
-        loaded.model.generate(
+        written = loaded.model.generate(
             ids,
-            attention_mask=torch.ones_like(ids),
+            attention_mask=torch.ones(1, seen + ids.shape[1], dtype=torch.long, device=ids.device),
+            past_key_values=cache,
             max_new_tokens=max_new_tokens,
             do_sample=temperature > 0,
             streamer=streamer,
             pad_token_id=0 if pad_token_id is None else pad_token_id,
             **sampling,
         )
+        if state is not None:
+            loaded.model(written[:, -1:], past_key_values=cache, use_cache=True)  # chosen, but not read yet
+            states.save(cast("DynamicCache", cache), state)
     print()
     print(f"{_rates(ids.shape[1], streamer.times)}\nnext: efla eval {model} --tasks paper", file=sys.stderr)
     return 0

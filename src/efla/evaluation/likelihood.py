@@ -16,7 +16,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from efla.models.cache import cached_state_bytes, concat_caches, select_rows, why_not_recurrent
+from efla import state
+from efla.models.cache import cached_state_bytes, why_not_recurrent
 
 MIN_SHARED = 8
 """Shortest common prefix that gets its own pass."""
@@ -260,7 +261,7 @@ def _score_continuations(
     """The continuations of one prefill, or of several whose states can be concatenated."""
     first = torch.cat([prefilled.logits for prefilled in waiting])
     caches = [prefilled.cache for prefilled in waiting]
-    cache = caches[0] if len(caches) == 1 else concat_caches(caches, runner.model.config)
+    cache = caches[0] if len(caches) == 1 else state.merge(caches)
     mask = None if runner.concats_states else waiting[0].mask
     found = []
     rests = []  # (row of first and of the cache, index, tokens after the prefix)
@@ -280,7 +281,7 @@ def _score_continuations(
         of_row = torch.tensor([row for row, _, _ in piece], device=runner.device)
         inputs = _padded([rest[:-1] for _, _, rest in piece], runner.device, len(piece[0][2]) - 1)
         joined = None if mask is None else torch.cat([mask[of_row], torch.ones_like(inputs)], dim=1)
-        later = runner.continuation(inputs, select_rows(cache, of_row), joined)
+        later = runner.continuation(inputs, state.select(cache, of_row), joined)
         found = []
         for k, (row, i, rest) in enumerate(piece):
             logits = torch.cat([first[row : row + 1], later[k, : len(rest) - 1]])[-requests[i].num_scored :]

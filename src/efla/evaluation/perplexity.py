@@ -11,8 +11,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from efla import state
 from efla.evaluation.likelihood import HALF_DTYPES, MAX_LOGITS, Request, score
-from efla.models.cache import select_rows, why_not_recurrent
+from efla.models.cache import why_not_recurrent
 
 Done = Callable[[list[tuple[int, Any]]], None]
 
@@ -99,7 +100,7 @@ def token_log_probs(model: Any, rows: Sequence[Sequence[int]], window: int) -> I
     for start in range(0, len(rows[0]) - 1, window):
         still = sum(len(row) - 1 > start for row in rows)
         if cache is not None and still < alive:
-            cache = select_rows(cache, torch.arange(still, device=device))
+            cache = state.select(cache, torch.arange(still, device=device))
         alive = still
         pieces = [row[start : start + window + 1] for row in rows[:alive]]
         length = len(pieces[0]) - 1

@@ -13,7 +13,6 @@ from torch.nn.modules.module import _has_any_global_hook
 from torch.utils.checkpoint import checkpoint
 from transformers import initialization as init
 from transformers.cache_utils import Cache, DynamicCache
-from transformers.generation.configuration_utils import GenerationMode
 from transformers.generation.utils import GenerationMixin
 from transformers.masking_utils import create_causal_mask
 from transformers.modeling_layers import GenericForSequenceClassification, GradientCheckpointingLayer
@@ -109,17 +108,39 @@ class EflaBlock(GradientCheckpointingLayer):  # type: ignore[misc]
                 x, position_ids=position_ids, mask=causal_mask, update_cache=update, attend=attend, **kwargs
             )
         else:
-            state = caches.read_state(past_key_values, self.layer_idx, x.shape[0])
-            in_place = {"inplace_state": True} if isinstance(self.mixer, LinearAttention) and state is not None else {}
-            y, state = self.mixer(
-                x, mask=mask, cu_seqlens=cu_seqlens, state=state, output_state=past_key_values is not None, **in_place
-            )
-            if past_key_values is not None and state is not None:
-                caches.write_state(past_key_values, self.layer_idx, state)
+            log = caches.recording_layer(past_key_values, self.layer_idx, self.mixer)
+            if log is not None and x.shape[1] > caches.REWINDABLE:
+                split = x.shape[1] - caches.REWINDABLE  # the last tokens apart, so that they can be taken back
+                masks = (None, None) if mask is None else (mask[:, :split], mask[:, split:])
+                log.segments.clear()
+                first = self._mix(x[:, :split], masks[0], None, past_key_values, None)
+                y = torch.cat([first, self._mix(x[:, split:], masks[1], None, past_key_values, log)], dim=1)
+            else:
+                y = self._mix(x, mask, cu_seqlens, past_key_values, log)
         hidden = hidden + y
         if self.config.intermediate_size:
             hidden = hidden + self.mlp(self.mlp_norm(hidden).to(self.mlp_norm.weight.dtype))
         return hidden
+
+    def _mix(
+        self,
+        x: Tensor,
+        mask: Tensor | None,
+        cu_seqlens: Tensor | None,
+        cache: Cache | None,
+        log: caches.RewindableLayer | None,
+    ) -> Tensor:
+        """Run a recurrent mixer on x [B, T, d], from the state in the cache and back into it."""
+        state = caches.read_state(cache, self.layer_idx, x.shape[0])
+        options: dict[str, Any] = {} if log is None else {"record": partial(log.record, mask, state)}
+        if isinstance(self.mixer, LinearAttention) and state is not None:
+            options["inplace_state"] = True
+        y, state = self.mixer(
+            x, mask=mask, cu_seqlens=cu_seqlens, state=state, output_state=cache is not None, **options
+        )
+        if cache is not None and state is not None:
+            caches.write_state(cache.layers[self.layer_idx], state)
+        return cast(Tensor, y)
 
 
 class EflaPreTrainedModel(CheckpointMixin, PreTrainedModel):
@@ -137,11 +158,6 @@ class EflaPreTrainedModel(CheckpointMixin, PreTrainedModel):
         "hidden_states": EflaBlock,
         "attentions": OutputRecorder(SoftmaxAttention, index=1),
     }
-
-    def __init__(self, config: EflaConfig) -> None:
-        super().__init__(config)
-        # A memory cannot be rolled back, so assisted decoding needs a model of softmax layers alone.
-        self._is_stateful = "linear_attention" in cast(list[str], config.layer_types)
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
@@ -209,7 +225,7 @@ class EflaModel(EflaPreTrainedModel):
         if use_cache and past_key_values is None:
             past_key_values = DynamicCache(config=self.config)
         if past_key_values is not None and has_linear:
-            caches.check_layers(past_key_values, layer_types)
+            caches.adopt(past_key_values, self, layer_types)
 
         mask = local_padding_mask(attention_mask, T) if has_linear else None
         causal_mask = None
@@ -337,23 +353,12 @@ class EflaForCausalLM(EflaPreTrainedModel, GenerationMixin):
             attentions=outputs.attentions,
         )
 
-    def _validate_generation_mode(self, generation_mode: Any, generation_config: Any, mode_kwargs: Any) -> None:
-        """Refuse assisted decoding with a memory, as the main model or as the assistant."""
-        is_assisted = generation_mode == GenerationMode.ASSISTED_GENERATION
-        if self._is_stateful and (is_assisted or generation_config.is_assistant):
-            kinds = sorted(set(cast(list[str], self.config.mixers)) - {"softmax"})
-            raise ValueError(
-                "assisted decoding (assistant_model, prompt_lookup_num_tokens) takes rejected tokens back, but the memory of "
-                f"{' and '.join(kinds)} layers cannot be rewound; generate without it, "
-                "or use a model whose mixers are all 'softmax', as the assistant too"
-            )
-        super()._validate_generation_mode(generation_mode, generation_config, mode_kwargs)  # type: ignore[misc]
-
-    def _prefill(
-        self, input_ids: Any, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
-    ) -> Any:  # type: ignore[override]
-        caches.add_get_seq_length(model_kwargs.get("past_key_values"))
-        return super()._prefill(input_ids, generation_config, model_kwargs, *args, **kwargs)  # type: ignore[misc]
+    def _prepare_cache_for_generation(  # type: ignore[override]
+        self, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
+    ) -> Any:
+        done = super()._prepare_cache_for_generation(generation_config, model_kwargs, *args, **kwargs)  # type: ignore[misc]
+        caches.add_methods(model_kwargs.get("past_key_values"))
+        return done
 
 
 def next_token_loss(

@@ -1,0 +1,289 @@
+"""The state of a model after some tokens as a thing of its own: save, load, fork, select, merge, and reuse of prefixes.
+
+    cache = model(tokens, use_cache=True).past_key_values
+    state.save(cache, "read.safetensors")
+    cache = state.load("read.safetensors", model)
+
+A state is what transformers' cache holds. That of recurrent layers has the same size after any number of tokens; the keys
+and values of softmax layers, which grow, are kept with it. To take back the last tokens, call
+``cache.activate_past_recording()`` before they are read and ``cache.crop(-n)`` after.
+"""
+
+import copy
+import hashlib
+import json
+from collections import OrderedDict
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save as serialize
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, LinearAttentionLayer
+
+from efla.layers.attention import MixerState
+from efla.models import cache as caches
+from efla.models.configuration_efla import EflaConfig
+from efla.runs.rows import write_atomically
+
+__all__ = ["PrefixCache", "fork", "load", "merge", "save", "select"]
+
+_FORMAT = "efla-state-1"
+# Fields of a configuration that change neither the layers nor what they compute.
+_IRRELEVANT = {
+    "backend", "bos_token_id", "chunk_size", "conv_init", "eos_token_id", "initializer_range", "loss_chunk_size",
+    "max_position_embeddings", "pad_token_id", "use_cache",
+}  # fmt: skip
+
+
+def save(cache: Cache, file: str | Path) -> None:
+    """Write the state to a safetensors file that :func:`load` opens for the same model only.
+
+    The header holds the configuration, a fingerprint of the weights, the number of tokens, the dtype and a checksum.
+    """
+    tensors = {name: tensor.detach().contiguous() for name, tensor in _tensors(cache).items()}
+    if not tensors:
+        raise ValueError("the cache has read nothing yet; there is no state to save")
+    model = caches.model_of(cache)
+    header = {
+        "format": _FORMAT,
+        "config": _describe(model.config),
+        "weights": _fingerprint(model),
+        "tokens": str(caches.seen_tokens(cache)),
+        "dtype": _dtype_of(model),
+    }
+    header["sha256"] = _checksum(header, tensors)
+    write_atomically(Path(file), serialize(tensors, header))
+
+
+def load(file: str | Path, model: PreTrainedModel | EflaConfig) -> DynamicCache:
+    """The state in a file written by :func:`save`, as a cache of ``model``; refused if another model made it.
+
+    With a configuration in place of the model, the weights are not compared.
+    """
+    config: Any = model if isinstance(model, EflaConfig) else model.config
+    header, tensors = _read(
+        Path(file), "cpu" if isinstance(model, EflaConfig) else str(next(model.parameters()).device)
+    )
+    there, here = json.loads(header["config"]), json.loads(_describe(config))
+    differing = [name for name in {**there, **here} if there.get(name) != here.get(name)]
+    if differing:
+        name = differing[0]
+        raise ValueError(
+            f"{file} holds the state of another model: {name} is {there.get(name)} there, {here.get(name)} here"
+            f"{f' ({len(differing)} fields differ)' if len(differing) > 1 else ''}; load it with the model that saved it"
+        )
+    if not isinstance(model, EflaConfig):
+        if header["dtype"] != _dtype_of(model):
+            raise ValueError(
+                f"{file} holds the state of the model in {header['dtype']}, this one is in {_dtype_of(model)}; "
+                f"load the model with dtype=torch.{header['dtype']}"
+            )
+        if header["weights"] != _fingerprint(model):
+            raise ValueError(
+                f"{file} holds the state of a model with the same configuration and other weights; "
+                "load it with the checkpoint that saved it"
+            )
+    cache = DynamicCache(config=config)
+    names = [f"layers.{index}.{name}" for index, layer in enumerate(cache.layers) for name in _fields(layer)]
+    if sorted(names) != sorted(tensors):
+        raise ValueError(f"{file} does not hold the layers of the model in its header; save the state again")
+    layer: Any
+    for index, layer in enumerate(cache.layers):
+        first, second = (tensors[f"layers.{index}.{name}"] for name in _fields(layer))
+        if isinstance(layer, LinearAttentionLayer):
+            caches.write_state(layer, MixerState(first, second))
+        else:
+            layer.update(first, second)
+    caches.count_tokens(cache, int(header["tokens"]))
+    caches.add_methods(cache)
+    return cache
+
+
+def select(cache: Any, rows: Tensor) -> Any:
+    """A new cache whose sequence i is a copy of sequence ``rows[i]`` of the given one; it keeps no log to rewind."""
+    selected = copy.copy(cache)
+    own_methods = [vars(selected).pop(name, None) for name in ("crop", "get_seq_length")]  # bound to the original
+    selected.layers = []
+    for layer in cache.layers:
+        twin = copy.copy(layer)
+        for name, value in vars(layer).items():
+            if isinstance(value, dict):
+                setattr(twin, name, dict(value))
+        selected.layers.append(twin)
+    selected.reorder_cache(rows)  # selects into new tensors
+    if any(own_methods):
+        caches.add_methods(selected)
+    return selected
+
+
+def fork(cache: Any, count: int = 1) -> Any:
+    """A new cache with ``count`` copies of each sequence, one after the other: for so many continuations."""
+    if count < 1:
+        raise ValueError(f"count must be at least 1, got {count}")
+    batch_size = next(iter(_tensors(cache).values())).shape[0]
+    return select(cache, torch.arange(batch_size).repeat_interleave(count))
+
+
+def merge(parts: Sequence[Any]) -> Any:
+    """One cache with the sequences of several, in order."""
+    found = [_tensors(part) for part in parts]
+    sizes = {tuple(tensor.shape[1:] for tensor in tensors.values()) for tensors in found}
+    if len(sizes) != 1:
+        raise ValueError(
+            "the caches differ in more than their number of sequences; merge those of one model, and with softmax layers "
+            "those of one length"
+        )
+    merged = fork(parts[0])
+    for index, layer in enumerate(merged.layers):
+        first, second = (torch.cat([tensors[f"layers.{index}.{name}"] for tensors in found]) for name in _fields(layer))
+        if isinstance(layer, LinearAttentionLayer):
+            layer.conv_states[0], layer.recurrent_states[0] = first, second
+        else:
+            layer.keys, layer.values = first, second
+    caches.count_tokens(merged, max(map(caches.seen_tokens, parts)) - caches.seen_tokens(merged))
+    return merged
+
+
+class PrefixCache:
+    """States after every ``every`` tokens of the prompts read so far, so that a prompt is read from where it is new.
+
+        prefixes = PrefixCache(model)
+        model.generate(tokens, past_key_values=prefixes.read(tokens))
+
+    The longest stored prefix of a prompt is found by a hash of its tokens. The states take at most ``max_bytes``; those
+    used longest ago are dropped first. After a change of the weights, call :meth:`clear`.
+    """
+
+    def __init__(self, model: Any, every: int = 256, max_bytes: int = 2**28) -> None:
+        if every < 1 or max_bytes < 1:
+            raise ValueError(f"every and max_bytes must be at least 1, got {every} and {max_bytes}")
+        self.model = model
+        self.every = every
+        self.max_bytes = max_bytes
+        self.num_bytes = 0
+        self._states: OrderedDict[bytes, Any] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._states)
+
+    def clear(self) -> None:
+        self._states.clear()
+        self.num_bytes = 0
+
+    @torch.no_grad()
+    def read(self, tokens: Tensor) -> Any:
+        """A cache after all but the last of ``tokens`` [1, T], which ``generate`` reads itself.
+
+        The tokens are read in pieces of ``every``, whether some are stored or none: the result is the same.
+        """
+        if tokens.dim() != 2 or tokens.shape[0] != 1:
+            raise ValueError(f"tokens must have shape [1, T], got {list(tokens.shape)}; read one prompt at a time")
+        keys = self._keys(tokens[0, :-1])
+        known = next((i for i in range(len(keys), 0, -1) if keys[i - 1] in self._states), 0)
+        cache = DynamicCache(config=self.model.config)
+        if known:
+            self._states.move_to_end(keys[known - 1])
+            cache = fork(self._states[keys[known - 1]])
+        for number, piece in enumerate(tokens[:, :-1].split(self.every, dim=1)):
+            if number >= known and piece.shape[1]:
+                self.model(input_ids=piece, past_key_values=cache, use_cache=True, logits_to_keep=1)
+                if number < len(keys):
+                    self._store(keys[number], fork(cache))
+        return cache
+
+    def _keys(self, tokens: Tensor) -> list[bytes]:
+        """A hash of each prefix whose length is a multiple of ``every``."""
+        digest, keys = hashlib.sha256(), []
+        for piece in tokens.cpu().long().split(self.every):
+            digest.update(piece.numpy().tobytes())
+            keys.append(digest.digest())
+        return keys[: len(tokens) // self.every]
+
+    def _store(self, key: bytes, cache: Any) -> None:
+        self._states[key] = cache
+        self.num_bytes += _num_bytes(cache)
+        while self.num_bytes > self.max_bytes:
+            _, dropped = self._states.popitem(last=False)
+            self.num_bytes -= _num_bytes(dropped)
+
+
+def _fields(layer: Any) -> tuple[str, str]:
+    return ("conv", "memory") if isinstance(layer, LinearAttentionLayer) else ("keys", "values")
+
+
+def _tensors(cache: Cache) -> dict[str, Tensor]:
+    """What a cache holds, by layer and name; empty before the first token."""
+    found: dict[str, Tensor] = {}
+    for index, layer in enumerate(cache.layers):
+        pair: Any
+        if isinstance(layer, LinearAttentionLayer):
+            pair = (layer.conv_states[0], layer.recurrent_states[0]) if layer.has_previous_state[0] else None
+        elif type(layer) is DynamicLayer:
+            pair = (layer.keys, layer.values) if layer.is_initialized else None
+        else:
+            raise ValueError(
+                f"layer {index} of the cache is a {type(layer).__name__}; only the state in a "
+                "DynamicCache(config=model.config) can be saved, forked and merged"
+            )
+        if pair is not None:
+            found.update(zip((f"layers.{index}.{name}" for name in _fields(layer)), pair, strict=True))
+    return found
+
+
+def _num_bytes(cache: Cache) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in _tensors(cache).values())
+
+
+def _describe(config: EflaConfig) -> str:
+    """The fields that say what the layers are, as JSON."""
+    names = sorted(set(EflaConfig.__annotations__) - _IRRELEVANT - {"model_type"})
+    return json.dumps({name: getattr(config, name) for name in names}, sort_keys=True)
+
+
+def _decoder(model: nn.Module) -> nn.Module:
+    from efla.models.modeling_efla import EflaModel
+
+    return next(module for module in model.modules() if isinstance(module, EflaModel))
+
+
+def _dtype_of(model: nn.Module) -> str:
+    return str(next(_decoder(model).parameters()).dtype).removeprefix("torch.")
+
+
+def _fingerprint(model: nn.Module) -> str:
+    """A hash of the first 16 numbers of every parameter: another checkpoint has another."""
+    digest = hashlib.sha256()
+    for name, parameter in _decoder(model).named_parameters():
+        digest.update(name.encode() + _bytes(parameter.detach().flatten()[:16]))
+    return digest.hexdigest()
+
+
+def _checksum(header: dict[str, str], tensors: dict[str, Tensor]) -> str:
+    digest = hashlib.sha256(json.dumps({**header, "sha256": ""}, sort_keys=True).encode())
+    for name, tensor in sorted(tensors.items()):
+        digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}".encode())
+        digest.update(_bytes(tensor))
+    return digest.hexdigest()
+
+
+def _bytes(tensor: Tensor) -> bytes:
+    return tensor.cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
+
+
+def _read(file: Path, device: str) -> tuple[dict[str, str], dict[str, Tensor]]:
+    """Header and tensors of a file, after its checksum was compared."""
+    try:
+        with safe_open(file, framework="pt") as opened:  # type: ignore[no-untyped-call]
+            header: dict[str, str] = opened.metadata() or {}
+            if header.get("format") != _FORMAT:
+                raise ValueError(f"{file} is no state that efla.state.save wrote (format {_FORMAT})")
+            tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
+    except SafetensorError as error:
+        raise ValueError(f"{file} is damaged ({error}); save the state again, or copy the file again") from error
+    if header.get("sha256") != _checksum(header, tensors):
+        raise ValueError(f"{file} was changed after it was saved; save the state again, or copy the file again")
+    return header, {name: tensor.to(device) for name, tensor in tensors.items()}
