@@ -14,6 +14,7 @@ from rich.console import Console
 from torch import nn
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
+from efla.evaluation.run import EvaluationSettings, TaskEvaluation
 from efla.models import EflaConfig, EflaForCausalLM
 
 FAMILIES: dict[str, dict[str, Any]] = {
@@ -118,3 +119,7 @@ def quiet_console() -> Console:
 
 def models_of(root: Path, *names: str) -> list[str]:
     return [str(root / "models" / name) for name in names]
+
+
+def evaluate(models: list[str], settings: EvaluationSettings, output: Path, console: Console) -> list[dict[str, Any]]:
+    return TaskEvaluation(settings).evaluate(models, output, console)

@@ -227,7 +227,7 @@ def test_an_interrupted_evaluation_asks_only_what_is_missing(share, small_data, 
     first.stop = True
     options = {"max_length": 256, "share": share, "batch_tokens": 300, "batch_size": 4}
     harness = HarnessModel(model, ByteTokenizer(), progress=first, **options)
-    harness._hook.flush_at = 8
+    harness.flush_at = 8
     harness.log = ResponseLog(path, {"model": "m"})
     with pytest.raises(Interrupted), tasks.silence_lm_eval():
         harness.loglikelihood(asked)

@@ -12,7 +12,7 @@ from rich.console import Console
 from efla import cli
 from efla.data import corpora
 from efla.evaluation import bits_by_position, doubling_buckets, tasks
-from efla.evaluation.long_context import LengthSettings, evaluate_length, load_text
+from efla.evaluation.long_context import LengthEvaluation, LengthSettings, load_text
 from efla.evaluation.recall import finetune_on_recall, make_batch, recall, usable_tokens
 from efla.evaluation.run import EvaluationSettings
 from efla.runs.progress import Counter
@@ -93,7 +93,7 @@ def test_recall_after_training_on_it_is_that_of_the_trained_copy(folders, tmp_pa
     out, told = io.StringIO(), []
     monkeypatch.setattr(Counter, "begin", lambda self, total: told.append(-total))
     monkeypatch.setattr(Counter, "advance", lambda self, count: told.append(count))
-    rows = evaluate_length(models_of(folders, "efla"), settings, asked, tmp_path / "out", Console(file=out))
+    rows = LengthEvaluation(settings, asked).evaluate(models_of(folders, "efla"), tmp_path / "out", Console(file=out))
     assert told == [-100, 64, 36, -3, 1, 1, 1, -8, 3, 3, 2], "positions, steps of training, sequences"
     bits = [row["bits_per_byte"] for row in rows if row["row"] == "position"]
     lines = out.getvalue().splitlines()
@@ -110,20 +110,20 @@ def test_recall_after_training_on_it_is_that_of_the_trained_copy(folders, tmp_pa
     twin = tmp_path / "efla"
     trained("delta").save_pretrained(twin)
     with pytest.raises(ValueError, match=r"results of another model called 'efla' .*Choose another --output"):
-        evaluate_length([str(twin)], settings, asked, tmp_path / "out", quiet_console())
-    assert evaluate_length([], settings, asked, tmp_path / "out", quiet_console()) == rows
+        LengthEvaluation(settings, asked).evaluate([str(twin)], tmp_path / "out", quiet_console())
+    assert LengthEvaluation(settings, asked).evaluate([], tmp_path / "out", quiet_console()) == rows
     with pytest.raises(ValueError, match="give at least one model"):
-        evaluate_length([], settings, asked, tmp_path / "none", quiet_console())
+        LengthEvaluation(settings, asked).evaluate([], tmp_path / "none", quiet_console())
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"positions": 0}, "positions and rows must be at least 1, got 0 and 8"),
-        ({"rows": 0}, "got 65536 and 0"),
-        ({"recall_steps": -1}, "must not be negative, got -1"),
-        ({"pairs": (1, 0)}, "pairs and lengths must be positive"),
-        ({"lengths": (0,)}, "pairs and lengths must be positive"),
+        ({"positions": 0}, "positions must be at least 1, got 0"),
+        ({"rows": 0}, "rows must be at least 1, got 0"),
+        ({"recall_steps": -1}, "recall_steps must be at least 0, got -1"),
+        ({"pairs": (1, 0)}, "pairs must be at least 1, got 0"),
+        ({"lengths": (0,)}, "lengths must be at least 1, got 0"),
     ],
 )
 def test_impossible_lengths_are_refused(changes, message):
@@ -150,5 +150,5 @@ def test_the_text_of_long_contexts_is_the_best_there_is(folders, tmp_path):
             load_text(None, tmp_path / sub)
     with pytest.raises(FileNotFoundError, match="give --data DIR or set EFLA_DATA"):
         load_text("wikitext", None)
-    with pytest.raises(FileNotFoundError, match="'nothing' is neither a file nor one of: wikitext, novels, enwik8"):
+    with pytest.raises(FileNotFoundError, match="'nothing' is neither a file nor one of: wikitext, python-docs"):
         load_text("nothing", None)

@@ -19,7 +19,6 @@ from efla.evaluation import (
     even_buckets,
     rolling_log_likelihoods,
     score,
-    stream_bits,
 )
 from efla.evaluation.perplexity import rolling_windows, why_not_carried
 from tests.evaluation.models import TEXT, UniformLM, llama, trained
@@ -112,7 +111,6 @@ def test_bits_by_position_are_the_mean_of_the_tokens_there(name):
     for j, (first, last) in enumerate(buckets):
         expected = -float(picked[:, first - 1 : last].mean()) / math.log(2)
         assert curve.bits[j] == pytest.approx(expected, abs=1e-4)
-    assert curve.num_rows == 3
     with pytest.raises(ValueError, match="equally long"):
         bits_by_position(model, rows, [(1, 131)])
 
@@ -124,19 +122,15 @@ def test_buckets_cover_every_position_once():
     assert doubling_buckets(300) == [(1, 64), (65, 128), (129, 256), (257, 300)]
 
 
-def test_stream_bits_reset_the_state_for_each_row():
-    model = trained("efla")
-    tokens = list(TEXT.encode()[:101])
-    rows = [tokens[:50], tokens[50:100]]
-    total = sum(score(model, [Request(row, len(row) - 1)])[0].log_prob for row in rows)
-    found = stream_bits(model, tokens, 50)  # the last row has one token: nothing to score
-    assert found.num_scored == 98
-    assert found.perplexity == pytest.approx(2**found.bits_per_token)
-    for short in ((tokens[:1], 50), (tokens, 1)):
-        with pytest.raises(ValueError, match="at least 2 tokens"):
-            stream_bits(model, *short)
-    assert found.bits_per_token == pytest.approx(-total / 98 / math.log(2), rel=1e-5)
-
-
 def test_the_uniform_model_has_eight_bits_per_byte():
-    assert stream_bits(UniformLM(), list(TEXT.encode()), 100).bits_per_token == pytest.approx(8.0)
+    (found,) = rolling_log_likelihoods(UniformLM(), [list(TEXT.encode())], prefix_token=0, max_length=100)
+    assert -found / len(TEXT) / math.log(2) == pytest.approx(8.0)
+
+
+def test_texts_are_reported_once_when_their_last_window_is_scored():
+    told = []
+    texts = [list(TEXT.encode()[:n]) for n in (100, 5, 60)]
+    found = rolling_log_likelihoods(
+        trained("efla"), texts, prefix_token=0, max_length=16, batch_tokens=64, done=told.extend
+    )
+    assert sorted(told) == list(enumerate(found))

@@ -23,12 +23,12 @@ from efla.evaluation.tasks import PAPER_TASKS
 from efla.models import loading
 from efla.models.loading import load_model, names_of
 from efla.runs.rows import read_rows
-from tests.evaluation.models import FAMILIES, data_folder, llama, models_of, quiet_console, trained
+from tests.evaluation.models import FAMILIES, data_folder, evaluate, llama, models_of, quiet_console, trained
 from tests.evaluation.small_data import HUB
 
 pytest.importorskip("lm_eval", reason="the extra 'eval' is not installed")
 
-from efla.evaluation.run import EvaluationSettings, TaskEvaluation, evaluate
+from efla.evaluation.run import EvaluationSettings, TaskEvaluation
 
 
 @pytest.fixture(scope="module")

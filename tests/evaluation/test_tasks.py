@@ -208,7 +208,7 @@ def test_a_task_of_the_harness_is_loaded_by_name_and_a_group_is_not(monkeypatch)
     with pytest.raises(ValueError, match="'mmlu' is a group of 2 tasks; name them one by one: a, b"):
         tasks.load_task("mmlu", None)
     with pytest.raises(
-        RuntimeError, match=r"task 'broken' could not be loaded from .* hub: KeyError: 'broken'; it has no"
+        RuntimeError, match=r"task 'broken' could not be loaded from .* hub: KeyError: 'broken'. It has no"
     ):
         tasks.load_task("broken", None)
 

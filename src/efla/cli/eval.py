@@ -13,12 +13,13 @@ from rich.table import Table
 from efla.data.files import data_folder
 from efla.errors import refuse_ignored
 from efla.evaluation.items import compare_models, comparison_lines
-from efla.evaluation.long_context import LengthSettings, evaluate_length, show_length
-from efla.evaluation.run import EvaluationSettings, evaluate
+from efla.evaluation.long_context import LengthEvaluation, LengthSettings, show_length
+from efla.evaluation.run import EvaluationSettings, TaskEvaluation
 from efla.evaluation.table import markdown, result_table, terminal
+from efla.evaluation.tasks import require_lm_eval
 from efla.models.loading import names_of
-from efla.runs.records import dumps
-from efla.runs.rows import read_rows, write_atomically
+from efla.runs.records import Record, dumps
+from efla.runs.rows import write_atomically
 
 _SETTINGS, _LENGTH_SETTINGS = EvaluationSettings(), LengthSettings()
 
@@ -49,25 +50,28 @@ def eval(
     """
     if length:
         given = _changed(settings, ("tasks", "limit", "max_length", "samples"))
-        refuse_ignored({**given, "no-share": not settings.share, "paper": paper != "340M"}, "with --length")
+        given |= {"no-share": not settings.share, "paper": paper != "340M", "compare": compare is not None}
+        refuse_ignored(given, "with --length")
     else:
         fields = [field.name for field in dataclasses.fields(length_settings)]
         refuse_ignored(_changed(length_settings, fields), "without --length")
-    chosen = list(models)
-    if compare is not None:
-        if length:
-            raise ValueError("--compare is about tasks and --length is not; give one of them")
-        chosen += [model for model in compare if model not in chosen]
-    console = Console(stderr=True)
+    chosen = list(dict.fromkeys([*models, *(compare or ())]))
     settings = dataclasses.replace(settings, data=data_folder(settings.data))
+    folder = output or Path("runs/eval-length" if length else "runs/eval")
+    if chosen and not length:
+        require_lm_eval()
+    evaluation = LengthEvaluation(settings, length_settings) if length else TaskEvaluation(settings)
+    rows = evaluation.evaluate(chosen, folder, Console(stderr=True))
     if length:
-        folder = output or Path("runs/eval-length")
-        show_length(evaluate_length(chosen, settings, length_settings, folder, console), folder, Console())
+        show_length(rows, folder, Console())
         return 0
-    folder = output or Path("runs/eval")
-    _run_tasks(chosen, settings, folder, paper, console)
+    table = result_table(rows, paper)
+    print_whole(terminal(table))
+    write_atomically(folder / "table.md", (markdown(table) + "\n").encode())
+    print(f"rows, items, lm_eval/ and table.md: {folder.resolve()}")
     if compare is not None:
-        _compare(chosen, compare, folder)
+        names = names_of(chosen)
+        _compare(rows, names[compare[0]], names[compare[1]], folder)
     return 0
 
 
@@ -77,19 +81,6 @@ def _changed(settings: object, names: Sequence[str]) -> dict[str, bool]:
     return {name.replace("_", "-"): getattr(settings, name) != getattr(default, name) for name in names}
 
 
-def _run_tasks(models: Sequence[str], settings: EvaluationSettings, output: Path, paper: str, console: Console) -> None:
-    if models:
-        found = evaluate(models, settings, output, console)
-    elif output.is_dir():
-        found = read_rows(output)
-    else:
-        raise ValueError(f"give at least one model: efla eval MODEL --tasks paper ({output} holds no results to show)")
-    table = result_table(found, paper)
-    print_whole(terminal(table))
-    write_atomically(output / "table.md", (markdown(table) + "\n").encode())
-    print(f"rows, items, lm_eval/ and table.md: {output.resolve()}")
-
-
 def print_whole(table: Any) -> None:
     """Print a table at its full width, so that numbers are never cut off or wrapped."""
     console = Console()
@@ -97,12 +88,10 @@ def print_whole(table: Any) -> None:
     Console(width=max(console.width, wide)).print(table)
 
 
-def _compare(models: list[str], pair: tuple[str, str], output: Path) -> None:
-    names = names_of(models)
-    a, b = names[pair[0]], names[pair[1]]
+def _compare(rows: Sequence[Record], a: str, b: str, output: Path) -> None:
     if a == b:
-        raise ValueError(f"--compare needs two different models, got {pair[0]!r} twice")
-    found = compare_models(read_rows(output), output, a, b)
+        raise ValueError(f"--compare needs two different models, got {a!r} twice")
+    found = compare_models(rows, output, a, b)
     headings, lines = comparison_lines(a, b, found)
     table = Table(*headings, title="paired bootstrap over items, 10,000 resamples")
     for line in lines:

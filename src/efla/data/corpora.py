@@ -75,10 +75,16 @@ def find(name: str, folder: str | Path | None = None) -> Path:
         raise FileNotFoundError(
             f"the corpus {name!r} is read from the file {file}; {advice} (the corpus python-docs needs no file)"
         )
-    found = find_file((root, root / "corpus"), file, file.removesuffix(".xz"))
+    found = find_in(name, root)
     if found is None:
         raise FileNotFoundError(f"no {file} for the corpus {name!r} in {root} or {root / 'corpus'}; {advice}")
     return found
+
+
+def find_in(name: str, folder: Path) -> Path | None:
+    """The file of a corpus in a folder or its subfolder ``corpus``."""
+    file = _FILES[name][0]
+    return find_file((folder, folder / "corpus"), file, file.removesuffix(".xz"))
 
 
 @cache

@@ -3,11 +3,12 @@
 import bz2
 import gzip
 import hashlib
+import json
 import lzma
 import os
 import tarfile
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any, cast
@@ -68,6 +69,18 @@ def named_damage(file: Path) -> Iterator[None]:
         raise ValueError(f"{file} is damaged ({error}); copy or download it again") from error
 
 
+def json_lines(label: str, lines: Iterable[bytes]) -> Iterator[tuple[str, Any]]:
+    """The values of lines of JSON, each with ``label`` and its line number for messages; empty lines are skipped."""
+    for number, line in enumerate(lines, 1):
+        if line.strip():
+            try:
+                yield f"{label}, line {number}", json.loads(line)
+            except ValueError as error:
+                raise ValueError(
+                    f"{label}, line {number} is not JSON ({error}); expected an object on every line. The file may be damaged"
+                ) from None
+
+
 def checksum(file: Path) -> str:
     """SHA-256 of a file."""
     digest = hashlib.sha256()
@@ -75,6 +88,17 @@ def checksum(file: Path) -> str:
         while piece := stream.read(1 << 20):
             digest.update(piece)
     return digest.hexdigest()
+
+
+def file_damage(file: Path, size: int, sha256: str | None) -> str | None:
+    """What is wrong with a file of known size and checksum (``None``: not compared), or ``None`` if nothing is."""
+    if not file.is_file():
+        return f"{file.name} is missing"
+    if file.stat().st_size != size:
+        return f"{file.name} has {file.stat().st_size} bytes, expected {size}"
+    if sha256 is not None and checksum(file) != sha256:
+        return f"{file.name} does not match its checksum"
+    return None
 
 
 def _zstd() -> Any:

@@ -4,13 +4,12 @@ Nothing is unpacked to disk: archives and compressed files are read as streams.
 """
 
 import io
-import json
 import tarfile
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import IO, Any
 
-from efla.data.files import COMPRESSED, decompress, named_damage
+from efla.data.files import COMPRESSED, decompress, json_lines, named_damage
 
 HUB = "hf:"
 TEXT = (".txt", ".text", ".md", ".rst")
@@ -87,7 +86,8 @@ def _documents(label: str, name: str, stream: IO[bytes], column: str) -> Iterato
         if kind == "text":
             yield _decode(label, plain.read())
         elif kind == "lines":
-            yield from _lines(label, plain, column)
+            for line, row in json_lines(label, plain):
+                yield _text_of(row, column, line)
         elif kind == "table":
             yield from _table(label, plain, column)
         else:
@@ -96,19 +96,6 @@ def _documents(label: str, name: str, stream: IO[bytes], column: str) -> Iterato
                     content = archive.extractfile(member) if member.isfile() and file_kind(member.name) else None
                     if content is not None:
                         yield from _documents(f"{label}: {member.name}", member.name, content, column)
-
-
-def _lines(label: str, stream: IO[bytes], column: str) -> Iterator[str]:
-    for number, line in enumerate(stream, 1):
-        if not line.strip():
-            continue
-        try:
-            row = json.loads(line)
-        except ValueError as error:
-            raise ValueError(
-                f"{label}, line {number}: not a JSON object ({error}); expected one on every line"
-            ) from None
-        yield _text_of(row, column, f"{label}, line {number}")
 
 
 def _text_of(row: Any, column: str, label: str) -> str:

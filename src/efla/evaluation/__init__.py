@@ -11,7 +11,6 @@ from efla.evaluation.perplexity import (
     doubling_buckets,
     even_buckets,
     rolling_log_likelihoods,
-    stream_bits,
 )
 from efla.models.tokenizer import ByteTokenizer
 
@@ -25,5 +24,4 @@ __all__ = [
     "even_buckets",
     "rolling_log_likelihoods",
     "score",
-    "stream_bits",
 ]

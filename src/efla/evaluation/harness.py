@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 from lm_eval.evaluator import evaluate
 from lm_eval.models.huggingface import HFLM
 
-from efla.evaluation.likelihood import ContinuationScore, Request, score, shared_length
-from efla.evaluation.perplexity import carried_log_likelihoods, rolling_log_likelihoods, rolling_windows
+from efla.evaluation.likelihood import Request, Scores, score, shared_length
+from efla.evaluation.perplexity import carried_log_likelihoods, rolling_log_likelihoods
 from efla.evaluation.responses import ResponseLog
 from efla.evaluation.tasks import silence_lm_eval
 from efla.models.tokenizer import ByteTokenizer
@@ -55,10 +55,11 @@ class HarnessModel(HFLM):  # type: ignore[misc]
         self.log: ResponseLog | None = None
         self.progress = progress
         self.is_checked = getattr(model.config, "model_type", "") == "efla"
+        self.flush_at = 64
+        self._waiting: list[tuple[str, Sequence[Any], Any]] = []
         self._groups: list[Any] = []
         self._is_rolling = False
-        self._hook = _AnswerHook(self)
-        self.set_cache_hook(self._hook)  # HFLM's own path reports each answer to it
+        self.set_cache_hook(self)  # HFLM's own path calls add_partial with each answer
 
     def loglikelihood(self, requests: list[Any], disable_tqdm: bool = True) -> list[tuple[float, bool]]:
         def ask(missing: list[Any]) -> list[Any]:
@@ -104,7 +105,7 @@ class HarnessModel(HFLM):  # type: ignore[misc]
             if not self.share:
                 return list(super()._loglikelihood_tokens(requests, disable_tqdm=True))
 
-        def done(finished: list[tuple[int, ContinuationScore]]) -> None:
+        def done(finished: Scores) -> None:
             self.record([("loglikelihood", requests[i][0], [value.log_prob, value.is_greedy]) for i, value in finished])
 
         found = score(self.model, asked, batch_tokens=self.batch_tokens, done=done)
@@ -112,31 +113,20 @@ class HarnessModel(HFLM):  # type: ignore[misc]
 
     def _score_windows(self, requests: list[Any], disable_tqdm: bool = True) -> list[float]:
         """Log-likelihoods of texts, all their windows batched by length; a text is recorded after its last window."""
-        windows: list[tuple[int, Request]] = []
-        for i, request in enumerate(requests):
-            tokens = self.tok_encode(request.args[0])
-            windows += [(i, window) for window in rolling_windows(tokens, self.prefix_token_id, self.max_length)]
-        parts: list[dict[int, float]] = [{} for _ in requests]
-        left = [0] * len(requests)
-        for i, _ in windows:
-            left[i] += 1
 
-        def total(i: int) -> float:
-            return sum(parts[i][k] for k in sorted(parts[i]))
+        def done(finished: list[tuple[int, float]]) -> None:
+            self.record([("loglikelihood_rolling", requests[i].args, value) for i, value in finished])
 
-        def done(finished: list[tuple[int, ContinuationScore]]) -> None:
-            complete = []
-            for k, value in finished:
-                i = windows[k][0]
-                parts[i][k] = value.log_prob
-                left[i] -= 1
-                if left[i] == 0:
-                    complete.append(("loglikelihood_rolling", requests[i].args, total(i)))
-            if complete:
-                self.record(complete)
+        texts = [self.tok_encode(request.args[0]) for request in requests]
+        return rolling_log_likelihoods(self.model, texts, add=sum, done=done, **self.text_options)  # HFLM uses sum
 
-        score(self.model, [window for _, window in windows], batch_tokens=self.batch_tokens, done=done)
-        return [total(i) for i in range(len(requests))]
+    @property
+    def text_options(self) -> dict[str, Any]:
+        """Options of the functions that score whole texts."""
+        if self.prefix_token_id is None:
+            raise ValueError("the tokenizer has neither bos nor eos; a text without context cannot be scored")
+        limits = {"max_length": self.max_length, "batch_tokens": self.batch_tokens}
+        return {"prefix_token": self.prefix_token_id, **limits}
 
     def _resumed(self, kind: str, requests: list[Any], ask: Callable[[list[Any]], list[Any]]) -> list[Any]:
         """Answers from the log, and from ``ask`` for requests it does not have."""
@@ -146,8 +136,19 @@ class HarnessModel(HFLM):  # type: ignore[misc]
             self.progress.begin(len(requests))
             self.progress.advance(len(requests) - len(missing))
         asked = iter(ask(missing) if missing else [])
-        self._hook.flush()
+        self._flush()
         return [next(asked) if answer is None else answer for answer in known]
+
+    def add_partial(self, kind: str, arguments: Sequence[Any], answer: Any) -> None:
+        """An answer of HFLM's own path; they are recorded in batches."""
+        self._waiting.append((kind, arguments, answer))
+        if len(self._waiting) >= self.flush_at:
+            self._flush()
+
+    def _flush(self) -> None:
+        waiting, self._waiting = self._waiting, []
+        if waiting:
+            self.record(waiting)
 
     def record(self, answers: Sequence[tuple[str, Sequence[Any], Any]]) -> None:
         """Log and count answers: (kind, arguments, answer) each."""
@@ -155,25 +156,6 @@ class HarnessModel(HFLM):  # type: ignore[misc]
             self.log.add(answers)
         if self.progress is not None:
             self.progress.advance(len(answers))
-
-
-class _AnswerHook:
-    """Receives each answer of HFLM's own path; records them in batches."""
-
-    def __init__(self, model: HarnessModel) -> None:
-        self.model = model
-        self.flush_at = 64
-        self.waiting: list[tuple[str, Sequence[Any], Any]] = []
-
-    def add_partial(self, kind: str, arguments: Sequence[Any], answer: Any) -> None:
-        self.waiting.append((kind, arguments, answer))
-        if len(self.waiting) >= self.flush_at:
-            self.flush()
-
-    def flush(self) -> None:
-        waiting, self.waiting = self.waiting, []
-        if waiting:
-            self.model.record(waiting)
 
 
 def sharing_agrees(model: Any, requests: Sequence[Request]) -> bool:
@@ -269,21 +251,18 @@ def wikitext_items(model: HarnessModel, task: Any, limit: int | None = None, *, 
     """
     pages = list(task.eval_docs)[:limit]
     texts = [model.tokenizer.encode(task.doc_to_target(page), add_special_tokens=False) for page in pages]
-    if model.prefix_token_id is None:
-        raise ValueError("the tokenizer has neither bos nor eos; a text without context cannot be scored")
-    progress = model.progress if carried else None
+    progress = model.progress
     if progress is not None:
         progress.begin(len(pages))
     log_probs = (carried_log_likelihoods if carried else rolling_log_likelihoods)(
         model.model,
         texts,
-        prefix_token=model.prefix_token_id,
-        max_length=model.max_length,
-        batch_tokens=model.batch_tokens,
         done=None if progress is None else lambda finished: progress.advance(len(finished)),
+        **model.text_options,
     )
-    counts = [task.process_results(page, [value]) for page, value in zip(pages, log_probs, strict=True)]
-    return [
-        {"doc_id": i, "log_prob": value, "words": found["word_perplexity"][1], "bytes": found["bits_per_byte"][1]}
-        for i, (value, found) in enumerate(zip(log_probs, counts, strict=True))
-    ]
+    found = []
+    for i, (page, value) in enumerate(zip(pages, log_probs, strict=True)):
+        counts = task.process_results(page, [value])
+        words, size = counts["word_perplexity"][1], counts["bits_per_byte"][1]
+        found.append({"doc_id": i, "log_prob": value, "words": words, "bytes": size})
+    return found

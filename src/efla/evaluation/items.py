@@ -16,12 +16,19 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from efla.evaluation.table import ACCURACIES, COLUMNS, EXTRA_COLUMNS, Column
+from efla.evaluation.table import ACCURACIES, COLUMNS, EXTRA_COLUMNS, Column, format_number
 from efla.runs.records import Record, dumps
 from efla.runs.rows import write_atomically
 
 Array = NDArray[np.float64]
 MEAN = Column("mean", "mean of the 9", "mean", "acc")
+_OF_LOG_PROBS = {
+    "perplexity": ("perplexity", None),  # LAMBADA: per passage
+    "word_perplexity": ("perplexity", "words"),
+    "byte_perplexity": ("perplexity", "bytes"),
+    "bits_per_byte": ("bits", "bytes"),
+}
+"""Metric -> kind of :class:`Items`, and the field of an item that is its weight."""
 
 
 @dataclass(frozen=True)
@@ -96,21 +103,21 @@ def paired_difference(a: Items, b: Items, *, times: int = 10_000, seed: int = 0)
         raise ValueError(
             f"only the same items can be paired: A has {len(a.values)} of kind {a.kind!r}, B {len(b.values)} of {b.kind!r}"
         )
-    found = np.concatenate(
-        [b.resampled(counts) - a.resampled(counts) for counts in resamples(len(a.values), times, seed)]
-    )
-    return _difference(a.metric(), b.metric(), found, len(a.values))
+    return _difference(a.metric(), b.metric(), _resampled_differences(a, b, times, seed), len(a.values))
 
 
 def paired_mean_difference(pairs: Sequence[tuple[Items, Items]], *, times: int = 10_000, seed: int = 0) -> Difference:
     """The same for the mean of several metrics; the items of each task are drawn independently."""
     total = np.zeros(times)
-    for number, (a, b) in enumerate(pairs):
-        draws = resamples(len(a.values), times, seed + 1000 * (number + 1))
-        total += np.concatenate([b.resampled(counts) - a.resampled(counts) for counts in draws]) / len(pairs)
-    mean_a = sum(a.metric() for a, _ in pairs) / len(pairs)
-    mean_b = sum(b.metric() for _, b in pairs) / len(pairs)
+    for number, (a, b) in enumerate(pairs, 1):
+        total += _resampled_differences(a, b, times, seed + 1000 * number) / len(pairs)
+    mean_a, mean_b = (sum(pair[side].metric() for pair in pairs) / len(pairs) for side in (0, 1))
     return _difference(mean_a, mean_b, total, sum(len(a.values) for a, _ in pairs))
+
+
+def _resampled_differences(a: Items, b: Items, times: int, seed: int) -> Array:
+    draws = resamples(len(a.values), times, seed)
+    return np.concatenate([b.resampled(counts) - a.resampled(counts) for counts in draws])
 
 
 def _difference(a: float, b: float, found: Array, num_items: int) -> Difference:
@@ -153,31 +160,19 @@ def read_items(file: Path) -> list[dict[str, Any]]:
 
 
 def metric_items(records: Sequence[dict[str, Any]], metric: str) -> Items:
-    """A metric of the items that :func:`write_items` wrote."""
-    if metric in ("acc", "acc_norm"):
+    """A metric of the items that :func:`write_items` wrote: the mean of a field, or a function of log-probabilities."""
+    if metric in records[0]:
         values = np.array([float(r[metric]) for r in records])
         return Items("mean", values, np.ones(len(values)))
+    kind, weight = _OF_LOG_PROBS[metric]
     values = np.array([float(r["log_prob"]) for r in records])
-    if metric == "perplexity":  # LAMBADA: per passage
-        return Items("perplexity", values, np.ones(len(values)))
-    weight = "words" if metric == "word_perplexity" else "bytes"
-    kind = "bits" if metric == "bits_per_byte" else "perplexity"
-    return Items(kind, values, np.array([float(r[weight]) for r in records]))
+    return Items(kind, values, np.array([float(r[weight]) if weight else 1.0 for r in records]))
 
 
 def standard_errors(items: Sequence[dict[str, Any]], metrics: Sequence[str]) -> dict[str, float]:
     """The standard error of each metric over items; NaN for metrics that the items do not have."""
-    known = {"acc", "acc_norm", "perplexity", "word_perplexity", "byte_perplexity", "bits_per_byte"}
-    found = {}
-    for metric in metrics:
-        if metric in known and (metric in items[0] or "log_prob" in items[0]):
-            found[metric] = metric_items(items, metric).standard_error()
-        elif metric in items[0]:
-            values = np.array([item[metric] for item in items])
-            found[metric] = float(values.std(ddof=1) / math.sqrt(len(values))) if len(values) > 1 else math.nan
-        else:
-            found[metric] = math.nan
-    return found
+    known = {*items[0], *(_OF_LOG_PROBS if "log_prob" in items[0] else ())}
+    return {m: metric_items(items, m).standard_error() if m in known else math.nan for m in metrics}
 
 
 def compare_models(
@@ -235,8 +230,8 @@ def _line(column: Column, d: Difference) -> list[str]:
     digits = 3 if "bits" in column.metric else 2
     if not all(map(math.isfinite, (d.a, d.b, d.low, d.high))):
         return [column.title, str(d.num_items), f"{d.a:.4g}", f"{d.b:.4g}", "", "", "", "not finite"]
-    shown = [f"{value:.{digits}f}" if abs(value) < 1e6 else f"{value:.3g}" for value in (d.a, d.b)]
-    gaps = [f"{v:+.{digits}f}" if abs(v) < 1e6 else f"{v:+.3g}" for v in (d.value, d.low, d.high)]
+    shown = [format_number(value, digits) for value in (d.a, d.b)]
+    gaps = [format_number(value, digits, "+") for value in (d.value, d.low, d.high)]
     verdict = "no clear difference"
     if d.is_clear:
         verdict = "B better" if (d.value < 0) == column.lower_is_better else "A better"

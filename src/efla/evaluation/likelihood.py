@@ -9,6 +9,7 @@ copy of the state after it. The scores equal those of separate passes.
 """
 
 import inspect
+import itertools
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -41,6 +42,10 @@ class ContinuationScore(NamedTuple):
     is_greedy: bool
 
 
+Scores = list[tuple[int, ContinuationScore]]
+"""(index of the request, its score)."""
+
+
 @dataclass(frozen=True)
 class Request:
     """A sequence whose last ``num_scored`` tokens are scored. Requests of one ``group`` may share a prefill."""
@@ -64,7 +69,7 @@ def score(
     *,
     share: bool = True,
     batch_tokens: int = 4096,
-    done: Callable[[list[tuple[int, ContinuationScore]]], None] | None = None,
+    done: Callable[[Scores], None] | None = None,
 ) -> list[ContinuationScore]:
     """The score of every request, in order.
 
@@ -74,22 +79,17 @@ def score(
     """
     if batch_tokens < 1:
         raise ValueError(f"batch_tokens must be at least 1, got {batch_tokens}")
-    scores: list[ContinuationScore | None] = [None] * len(requests)
     runner = _Runner(model)
     families, singles = _families(requests, share and runner.can_share)
-    passes: Iterator[list[tuple[int, ContinuationScore]]]
-    for passes in (
+    scores: dict[int, ContinuationScore] = {}
+    for finished in itertools.chain(
         _score_families(runner, requests, families, batch_tokens),
         _score_singles(runner, requests, singles, batch_tokens),
     ):
-        for finished in passes:
-            for index, value in finished:
-                scores[index] = value
-            if done is not None:
-                done(finished)
-    found = [value for value in scores if value is not None]
-    assert len(found) == len(requests), "every request gets a score"
-    return found
+        scores.update(finished)
+        if done is not None:
+            done(finished)
+    return [scores[index] for index in range(len(requests))]
 
 
 class _Family(NamedTuple):
@@ -113,29 +113,22 @@ class _Runner:
         self.can_share = "past_key_values" in accepted and "attention_mask" in accepted
         self.max_rows_of_logits = max(1, MAX_LOGITS // int(model.config.get_text_config().vocab_size))
 
-    def logits(self, tokens: Tensor, keep: int) -> Tensor:
-        """Logits [B, keep, V] after the last ``keep`` tokens of [B, T], from an empty state."""
-        extra = {"logits_to_keep": keep} if self.keeps else {}
-        return self.model(input_ids=tokens, use_cache=False, **extra).logits[:, -keep:]
+    def __call__(
+        self, tokens: Tensor, *, keep: int | None = None, cache: Any = None, mask: Tensor | None = None, **options: Any
+    ) -> Any:
+        """The model's output for tokens [B, T] after a state. mask [B, past + T]: zero at padding.
 
-    def prefill(self, tokens: Tensor, mask: Tensor | None) -> tuple[Tensor, Any]:
-        """Logits [B, V] after the last token of left-padded [B, T], and the state there."""
-        extra: dict[str, Any] = {"logits_to_keep": 1} if self.keeps else {}
+        keep: number of last tokens whose logits are needed; a model may return more.
+        """
+        if keep is not None and self.keeps:
+            options["logits_to_keep"] = keep
+        if cache is not None:
+            options["past_key_values"] = cache
         if mask is not None:
-            extra["attention_mask"] = mask
+            options["attention_mask"] = mask
             if self.takes_positions:
-                extra["position_ids"] = (mask.cumsum(-1) - 1).clamp(min=0)
-        out = self.model(input_ids=tokens, use_cache=True, **extra)
-        return out.logits[:, -1], out.past_key_values
-
-    def continuation(self, tokens: Tensor, cache: Any, mask: Tensor | None) -> Tensor:
-        """Logits [B, T, V] of tokens that follow a state; ``mask`` [B, past + T] is zero at padding."""
-        extra: dict[str, Any] = {}
-        if mask is not None:
-            extra["attention_mask"] = mask
-            if self.takes_positions:
-                extra["position_ids"] = (mask.cumsum(-1) - 1).clamp(min=0)[:, -tokens.shape[1] :]
-        return self.model(input_ids=tokens, past_key_values=cache, use_cache=True, **extra).logits
+                options["position_ids"] = (mask.cumsum(-1) - 1).clamp(min=0)[:, -tokens.shape[1] :]
+        return self.model(input_ids=tokens, **options)
 
 
 def _families(requests: Sequence[Request], share: bool) -> tuple[list[_Family], list[int]]:
@@ -196,7 +189,7 @@ def _batches(lengths: Sequence[int], budget: int) -> list[slice]:
 
 def _score_singles(
     runner: _Runner, requests: Sequence[Request], singles: list[int], batch_tokens: int
-) -> Iterator[list[tuple[int, ContinuationScore]]]:
+) -> Iterator[Scores]:
     """Whole sequences, padded on the right."""
     order = sorted(singles, key=lambda i: -len(requests[i].tokens))
     for chosen in _batches([len(requests[i].tokens) - 1 for i in order], batch_tokens):
@@ -207,7 +200,8 @@ def _score_singles(
         rows = max(1, runner.max_rows_of_logits // keep)
         for at in range(0, len(whole), rows):
             batch = whole[at : at + rows]
-            logits = runner.logits(_padded([requests[i].tokens[:-1] for i in batch], runner.device, length), keep)
+            tokens = padded([requests[i].tokens[:-1] for i in batch], runner.device, length)
+            logits = runner(tokens, keep=keep, use_cache=False).logits[:, -keep:]
             found = []
             for row, i in enumerate(batch):
                 end = len(requests[i].tokens) - 1 - (length - keep)  # in the kept logits
@@ -226,7 +220,7 @@ class _Prefilled(NamedTuple):
 
 def _score_families(
     runner: _Runner, requests: Sequence[Request], families: list[_Family], batch_tokens: int
-) -> Iterator[list[tuple[int, ContinuationScore]]]:
+) -> Iterator[Scores]:
     """Passes over the prefixes of families, then over their continuations.
 
     States of constant size are collected first, so that continuations of similar length run together.
@@ -235,10 +229,7 @@ def _score_families(
     waiting: list[_Prefilled] = []
     for chosen in _batches([family.shared for family in order], batch_tokens):
         waiting.append(_prefill(runner, requests, order[chosen]))
-        if (
-            not runner.concats_states
-            or sum(cached_state_bytes(prefilled.cache) for prefilled in waiting) >= WAITING_BYTES
-        ):
+        if not runner.concats_states or sum(cached_state_bytes(p.cache) for p in waiting) >= WAITING_BYTES:
             yield from _score_continuations(runner, requests, waiting, batch_tokens)
             waiting = []
     if waiting:
@@ -251,13 +242,13 @@ def _prefill(runner: _Runner, requests: Sequence[Request], families: list[_Famil
     lengths = torch.tensor([family.shared for family in families], device=runner.device)
     is_padded = bool((lengths < length).any())
     mask = (torch.arange(length, device=runner.device) >= length - lengths[:, None]).long() if is_padded else None
-    logits, cache = runner.prefill(_padded(prefixes, runner.device, length, left=True), mask)
-    return _Prefilled(families, logits, cache, mask)
+    out = runner(padded(prefixes, runner.device, length, left=True), keep=1, mask=mask, use_cache=True)
+    return _Prefilled(families, out.logits[:, -1], out.past_key_values, mask)
 
 
 def _score_continuations(
     runner: _Runner, requests: Sequence[Request], waiting: list[_Prefilled], batch_tokens: int
-) -> Iterator[list[tuple[int, ContinuationScore]]]:
+) -> Iterator[Scores]:
     """The continuations of one prefill, or of several whose states can be concatenated."""
     first = torch.cat([prefilled.logits for prefilled in waiting])
     caches = [prefilled.cache for prefilled in waiting]
@@ -279,9 +270,9 @@ def _score_continuations(
     for part in _batches([len(rest) - 1 for _, _, rest in rests], budget):
         piece = rests[part]
         of_row = torch.tensor([row for row, _, _ in piece], device=runner.device)
-        inputs = _padded([rest[:-1] for _, _, rest in piece], runner.device, len(piece[0][2]) - 1)
+        inputs = padded([rest[:-1] for _, _, rest in piece], runner.device, len(piece[0][2]) - 1)
         joined = None if mask is None else torch.cat([mask[of_row], torch.ones_like(inputs)], dim=1)
-        later = runner.continuation(inputs, state.select(cache, of_row), joined)
+        later = runner(inputs, cache=state.select(cache, of_row), mask=joined, use_cache=True).logits
         found = []
         for k, (row, i, rest) in enumerate(piece):
             logits = torch.cat([first[row : row + 1], later[k, : len(rest) - 1]])[-requests[i].num_scored :]
@@ -297,7 +288,7 @@ def _score_row(logits: Tensor, request: Request) -> ContinuationScore:
     return ContinuationScore(float(picked.double().sum()), bool((logits.argmax(-1) == target).all()))
 
 
-def _padded(rows: Sequence[Sequence[int]], device: torch.device, length: int, left: bool = False) -> Tensor:
+def padded(rows: Sequence[Sequence[int]], device: torch.device, length: int, left: bool = False) -> Tensor:
     """Rows of tokens [B, length], padded with token 0."""
     filled = [[*[0] * (length - len(row)), *row] if left else [*row, *[0] * (length - len(row))] for row in rows]
     return torch.tensor(filled, dtype=torch.long, device=device)

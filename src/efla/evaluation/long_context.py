@@ -1,9 +1,9 @@
 """``efla eval --length``: bits by position in a long text and associative recall, as rows, tables and figures."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 import tyro
@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from rich.console import Console
 from rich.table import Table
 
+from efla.data import corpora
 from efla.evaluation.perplexity import bits_by_position, doubling_buckets
 from efla.evaluation.recall import finetune_on_recall, make_batch, recall, usable_tokens
 from efla.evaluation.run import Evaluation, EvaluationSettings
@@ -18,10 +19,8 @@ from efla.evaluation.table import MISSING
 from efla.evaluation.tasks import definition, local_records, read_text
 from efla.models.loading import Loaded
 from efla.runs.progress import Counter
-from efla.runs.records import Record
-from efla.runs.rows import read_rows
+from efla.runs.records import Count, Minimum, Record, check_fields
 
-CORPORA = ("novels", "enwik8", "shakespeare", "python-docs")
 _SEQUENCES_PER_ROW = 8
 
 
@@ -32,42 +31,26 @@ class LengthSettings:
     text: str | None = None
     """--length: a UTF-8 file, or a corpus (novels, enwik8, shakespeare, python-docs). Default: novels if the data folder has
     them, else wikitext."""
-    positions: int = 65_536
+    positions: Count = 65_536
     """--length: last position."""
-    rows: int = 8
+    rows: Count = 8
     """--length: number of stretches of the text; each recall setting has 8 times as many sequences."""
-    pairs: tuple[int, ...] = (4, 8, 16, 32, 64)
+    pairs: tuple[Count, ...] = (4, 8, 16, 32, 64)
     """--length: numbers of key-value pairs to recall; none skips recall."""
-    lengths: tuple[int, ...] = (256, 512, 1024, 2048)
+    lengths: tuple[Count, ...] = (256, 512, 1024, 2048)
     """--length: lengths of the recall sequences."""
-    recall_steps: int = 0
+    recall_steps: Annotated[int, Minimum(0)] = 0
     """--length: first train a copy of each model on recall for so many steps. With 0, expect chance from models that were
     trained on text alone."""
     seed: tyro.conf.Suppress[int] = 0
 
     def __post_init__(self) -> None:
-        if self.positions < 1 or self.rows < 1:
-            raise ValueError(f"positions and rows must be at least 1, got {self.positions} and {self.rows}")
-        if self.recall_steps < 0:
-            raise ValueError(f"recall_steps must not be negative, got {self.recall_steps}")
-        if any(n < 1 for n in (*self.pairs, *self.lengths)):
-            raise ValueError(f"pairs and lengths must be positive, got {self.pairs} and {self.lengths}")
+        check_fields(self)
 
     @property
     def grid(self) -> list[tuple[int, int]]:
         """(pairs, length) of every recall setting that fits: each pair takes four tokens."""
         return [(n, length) for length in self.lengths for n in self.pairs if 4 * n <= length]
-
-
-def evaluate_length(
-    models: Sequence[str], settings: EvaluationSettings, asked: LengthSettings, output: Path, console: Console
-) -> list[Record]:
-    """Measure every model, skipping what the folder already has; returns all rows of the folder."""
-    if not models:
-        if output.is_dir():
-            return read_rows(output)
-        raise ValueError(f"give at least one model: efla eval MODEL --length ({output} holds no results to show)")
-    return LengthEvaluation(settings, asked).evaluate(models, output, console)
 
 
 class LengthEvaluation(Evaluation):
@@ -79,7 +62,7 @@ class LengthEvaluation(Evaluation):
         super().__init__(settings)
         name, self._text = load_text(asked.text, settings.data)
         self._asked = asked
-        self._recall: _RecallProbe | None = None
+        self._probed: tuple[Loaded, Any] | None = None
         self._grid = {f"recall-{n}-{length}": (n, length) for n, length in asked.grid}
         self.cells = ["positions", *self._grid]
         self.protocol = {
@@ -96,9 +79,7 @@ class LengthEvaluation(Evaluation):
         if cell == "positions":
             rows = self._positions(loaded, progress)
         else:
-            if self._recall is None or self._recall.loaded is not loaded:
-                self._recall = _RecallProbe(loaded, self._asked, self.settings.batch_tokens, progress)
-            rows = [self._recall.measure(*self._grid[cell], progress)]
+            rows = [self._recall(loaded, *self._grid[cell], progress)]
         return [*rows, {"trained_length": int(getattr(loaded.model.config, "max_position_embeddings", 0) or 0)}]
 
     def summary(self, rows: Sequence[Record]) -> str:
@@ -143,104 +124,74 @@ class LengthEvaluation(Evaluation):
             for start, end, bits, error in zip(curve.starts, curve.ends, curve.bits, curve.standard_errors, strict=True)
         ]
 
-
-class _RecallProbe:
-    """Recall of a model, or with ``recall_steps`` of a copy that is first trained on the task."""
-
-    def __init__(self, loaded: Loaded, asked: LengthSettings, batch_tokens: int, progress: Counter) -> None:
-        self.loaded, self.asked, self.batch_tokens = loaded, asked, batch_tokens
-        config = loaded.model.config.get_text_config()
-        ids = (loaded.tokenizer.bos_token_id, loaded.tokenizer.eos_token_id, config.pad_token_id, 0)
-        self.usable = usable_tokens(int(config.vocab_size), sorted({i for i in ids if i is not None}))
-        self.prefix = loaded.tokenizer.bos_token_id
-        self.model: Any = loaded.model
-        if asked.recall_steps:
-            progress.begin(asked.recall_steps)
-            self.model = finetune_on_recall(
-                loaded.model,
-                self.usable,
-                asked.grid,
-                steps=asked.recall_steps,
-                seed=asked.seed,
-                prefix=self.prefix,
-                batch_tokens=batch_tokens,
-                progress=progress.advance,
-            )
-
-    def measure(self, num_pairs: int, length: int, progress: Counter) -> Record:
-        asked, sequences = self.asked, _SEQUENCES_PER_ROW * self.asked.rows
-        batch = make_batch(self.usable, num_pairs, length, sequences, asked.seed, self.prefix)
+    def _recall(self, loaded: Loaded, num_pairs: int, length: int, progress: Counter) -> Record:
+        """Recall of the model, or with ``recall_steps`` of a copy that is first trained on the task."""
+        asked, batch_tokens = self._asked, self.settings.batch_tokens
+        config, prefix = loaded.model.config.get_text_config(), loaded.tokenizer.bos_token_id
+        special = {prefix, loaded.tokenizer.eos_token_id, config.pad_token_id, 0} - {None}
+        usable = usable_tokens(int(config.vocab_size), sorted(special))
+        if self._probed is None or self._probed[0] is not loaded:
+            model = loaded.model
+            if asked.recall_steps:
+                progress.begin(asked.recall_steps)
+                options = {"steps": asked.recall_steps, "seed": asked.seed, "prefix": prefix}
+                model = finetune_on_recall(
+                    model, usable, asked.grid, batch_tokens=batch_tokens, progress=progress.advance, **options
+                )
+            self._probed = (loaded, model)
+        sequences = _SEQUENCES_PER_ROW * asked.rows
+        batch = make_batch(usable, num_pairs, length, sequences, asked.seed, prefix)
         progress.begin(sequences)
-        found = recall(self.model, batch, num_pairs, length, batch_tokens=self.batch_tokens, progress=progress.advance)
+        found = recall(self._probed[1], batch, num_pairs, length, batch_tokens=batch_tokens, progress=progress.advance)
         return {"row": "recall", **asdict(found), "chance": 1 / num_pairs, "steps": asked.recall_steps}
 
 
 def load_text(given: str | None, data: Path | None) -> tuple[str, str]:
     """The name and content of the text to measure on."""
-    from efla.data import corpora
-
     if given is None:
-        has_novels = data is not None and any(
-            (data / sub / "english_novels_98.tar.xz").is_file() for sub in ("", "corpus")
-        )
-        given = "novels" if has_novels else "wikitext" if data is not None else "python-docs"
+        given = "python-docs" if data is None else "novels" if corpora.find_in("novels", data) else "wikitext"
     if given == "wikitext":
         if data is None:
             raise FileNotFoundError("the text wikitext is read from the data folder: give --data DIR or set EFLA_DATA")
         detokenize = definition("wikitext")["doc_to_target"]
         return given, "\n".join(detokenize(record) for record in local_records("wikitext", data))
-    if given in CORPORA:
+    if given in corpora.names():
         test = corpora.load(given, data).test.tobytes().replace(b"\0", b"\n\n")
         return given, test.decode("utf-8", errors="ignore").strip()
     file = Path(given)
     if not file.is_file():
-        raise FileNotFoundError(f"{given!r} is neither a file nor one of: wikitext, {', '.join(CORPORA)}")
+        raise FileNotFoundError(f"{given!r} is neither a file nor one of: wikitext, {', '.join(corpora.names())}")
     return file.name, read_text(file)
 
 
 def show_length(rows: Sequence[Record], output: Path, console: Console) -> None:
-    """Print a table of each measurement and write the figures."""
+    """Print a table of each measurement, with a column per model, and write the figures."""
     from efla.evaluation.plot import plot_length
 
-    positions = [row for row in rows if row["row"] == "position"]
-    if positions:
-        console.print(
-            _table(
-                "bits per byte by position, state carried",
-                ["position"],
-                rows,
-                {(row["start"], row["end"], row["model"]): f"{float(row['bits_per_byte']):.3f}" for row in positions},
-                lambda start, end: [f"{start:,} to {end:,}"],
-            )
-        )
-    probes = [row for row in rows if row["row"] == "recall"]
-    if probes:
-        console.print(
-            _table(
-                "recall among the sequence's values, percent",
-                ["pairs", "length", "chance"],
-                rows,
-                {
-                    (row["num_pairs"], row["length"], row["model"]): f"{100 * float(row['among_values']):.1f}"
-                    for row in probes
-                },
-                lambda n, length: [str(n), f"{length:,}", f"{100 / n:.1f}"],
-            )
-        )
+    models = list(dict.fromkeys(str(row["model"]) for row in rows))
+    for kind, (title, headings, line_of, value_of) in _TABLES.items():
+        values = {(line_of(row), row["model"]): value_of(row) for row in rows if row["row"] == kind}
+        if values:
+            table = Table(*headings, *models, title=title)
+            for line in dict.fromkeys(line for line, _ in values):
+                table.add_row(*line, *(values.get((line, model), MISSING) for model in models))
+            console.print(table)
     for file in plot_length(rows, output):
         console.print(f"figure: {file}", soft_wrap=True)
 
 
-def _table(
-    title: str,
-    headings: Sequence[str],
-    rows: Sequence[Record],
-    values: Mapping[tuple[int, int, str], str],
-    labels: Callable[[int, int], list[str]],
-) -> Table:
-    """A column per model and a line per pair of numbers; ``labels`` gives the line's first cells."""
-    models = list(dict.fromkeys(str(row["model"]) for row in rows))
-    table = Table(*headings, *models, title=title)
-    for a, b in dict.fromkeys((a, b) for a, b, _ in values):
-        table.add_row(*labels(a, b), *(values.get((a, b, model), MISSING) for model in models))
-    return table
+# Kind of row -> title and first headings of its table, the first cells of a row's line, and its value.
+_TABLES: dict[str, tuple[str, list[str], Callable[[Record], tuple[str, ...]], Callable[[Record], str]]] = {
+    "position": (
+        "bits per byte by position, state carried",
+        ["position"],
+        lambda row: (f"{row['start']:,} to {row['end']:,}",),
+        lambda row: f"{float(row['bits_per_byte']):.3f}",
+    ),
+    "recall": (
+        "recall among the sequence's values, percent",
+        ["pairs", "length", "chance"],
+        lambda row: (str(row["num_pairs"]), f"{row['length']:,}", f"{100 / row['num_pairs']:.1f}"),
+        lambda row: f"{100 * float(row['among_values']):.1f}",
+    ),
+}

@@ -1,21 +1,21 @@
 """Log-likelihood of long texts, in independent windows or with the model's state carried, and loss by position."""
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from efla import state
-from efla.evaluation.likelihood import HALF_DTYPES, MAX_LOGITS, Request, score
+from efla.evaluation.likelihood import HALF_DTYPES, MAX_LOGITS, Request, Scores, padded, score
 from efla.models.cache import why_not_recurrent
 
-Done = Callable[[list[tuple[int, Any]]], None]
+Done = Callable[[list[tuple[int, float]]], None]
 
 
 def rolling_windows(tokens: Sequence[int], prefix_token: int, max_length: int) -> Iterator[Request]:
@@ -34,7 +34,6 @@ def rolling_windows(tokens: Sequence[int], prefix_token: int, max_length: int) -
             yield Request(list(tokens[end - max_length - 1 : end]), end - start)
 
 
-@torch.no_grad()
 def rolling_log_likelihoods(
     model: Any,
     texts: Sequence[Sequence[int]],
@@ -43,17 +42,34 @@ def rolling_log_likelihoods(
     max_length: int,
     batch_tokens: int = 4096,
     done: Done | None = None,
+    add: Callable[[Iterable[float]], float] = math.fsum,
 ) -> list[float]:
-    """Each text's log-likelihood in nats, in independent windows of ``max_length``. ``done`` is called per window."""
+    """Each text's log-likelihood in nats, in independent windows of ``max_length``.
+
+    done: called with (index, log-likelihood) of texts whose last window is scored. add: sums the windows of a text.
+    """
     windows = [(i, w) for i, text in enumerate(texts) for w in rolling_windows(text, prefix_token, max_length)]
-    scores = score(model, [window for _, window in windows], batch_tokens=batch_tokens, done=done)
-    parts: list[list[float]] = [[] for _ in texts]
-    for (i, _), value in zip(windows, scores, strict=True):
-        parts[i].append(value.log_prob)
-    return [math.fsum(part) for part in parts]
+    left = Counter(i for i, _ in windows)
+    parts: list[dict[int, float]] = [{} for _ in texts]  # by number of the window
+
+    def total(i: int) -> float:
+        return add(parts[i][k] for k in sorted(parts[i]))
+
+    def collect(finished: Scores) -> None:
+        complete = []
+        for k, value in finished:
+            i = windows[k][0]
+            parts[i][k] = value.log_prob
+            left[i] -= 1
+            if not left[i]:
+                complete.append((i, total(i)))
+        if done is not None and complete:
+            done(complete)
+
+    score(model, [window for _, window in windows], batch_tokens=batch_tokens, done=collect)
+    return [total(i) for i in range(len(texts))]
 
 
-@torch.no_grad()
 def carried_log_likelihoods(
     model: Any,
     texts: Sequence[Sequence[int]],
@@ -75,7 +91,8 @@ def carried_log_likelihoods(
         )
     totals = [0.0] * len(texts)
     order = [i for i in sorted(range(len(texts)), key=lambda i: -len(texts[i])) if texts[i]]
-    width = min(max_length, _window(model))
+    # A window is limited so that its logits fit into memory.
+    width = max(1, min(max_length, MAX_LOGITS // int(model.config.get_text_config().vocab_size)))
     rows = max(1, batch_tokens // width)
     for at in range(0, len(order), rows):
         batch = order[at : at + rows]
@@ -104,10 +121,8 @@ def token_log_probs(model: Any, rows: Sequence[Sequence[int]], window: int) -> I
         alive = still
         pieces = [row[start : start + window + 1] for row in rows[:alive]]
         length = len(pieces[0]) - 1
-        tokens = torch.zeros(alive, length + 1, dtype=torch.long, device=device)
-        for i, piece in enumerate(pieces):
-            tokens[i, : len(piece)] = torch.tensor(list(piece), device=device)
         # A row that ends inside this window is padded on the right and dropped before the next.
+        tokens = padded(pieces, device, length + 1)
         out = model(input_ids=tokens[:, :-1], past_key_values=cache, use_cache=True)
         cache = out.past_key_values
         logits = out.logits.float() if out.logits.dtype in HALF_DTYPES else out.logits
@@ -130,42 +145,8 @@ def why_not_carried(model: Any) -> str | None:
     except Exception as error:
         return f"transformers' {model.config.model_type!r} does not continue from a state ({type(error).__name__}: {error})"
     gap = float((whole - pieces).abs().max())
-    return (
-        None if gap < 1e-2 else f"transformers' {model.config.model_type!r} forgets between windows (by {gap:.2g} nats)"
-    )
-
-
-def _window(model: Any) -> int:
-    """Number of tokens whose logits are held at once."""
-    return max(1, int(MAX_LOGITS // int(model.config.get_text_config().vocab_size)))
-
-
-@dataclass(frozen=True)
-class StreamResult:
-    """Mean bits per token (bits per byte for byte models), the perplexity, and the number of scored tokens."""
-
-    bits_per_token: float
-    perplexity: float
-    num_scored: int
-
-
-def stream_bits(
-    model: Any, tokens: Sequence[int] | NDArray[Any], row_length: int, *, batch_tokens: int = 8192
-) -> StreamResult:
-    """Bits per token of consecutive rows of ``row_length`` tokens, each scored from its second token on.
-
-    The state is reset for every row; the last row may be shorter.
-    """
-    if row_length < 2 or len(tokens) < 2:
-        raise ValueError(
-            f"rows and text must have at least 2 tokens, got rows of {row_length} and {len(tokens)} tokens"
-        )
-    ids = np.asarray(tokens).tolist()
-    rows = [ids[i : i + row_length] for i in range(0, len(ids), row_length)]
-    requests = [Request(row, len(row) - 1) for row in rows if len(row) > 1]
-    total = math.fsum(value.log_prob for value in score(model, requests, batch_tokens=batch_tokens))
-    count = sum(request.num_scored for request in requests)
-    return StreamResult(-total / count / math.log(2), math.exp(-total / count), count)
+    forgets = f"transformers' {model.config.model_type!r} forgets between windows (by {gap:.2g} nats)"
+    return None if gap < 1e-2 else forgets
 
 
 @dataclass(frozen=True)
@@ -179,7 +160,6 @@ class PositionCurve:
     ends: list[int]
     bits: list[float]
     standard_errors: list[float]
-    num_rows: int
 
 
 def bits_by_position(
@@ -221,13 +201,8 @@ def bits_by_position(
     widths = np.array([last - first + 1 for first, last in buckets])
     bits = sums / widths / math.log(2)
     errors = bits.std(0, ddof=1) / math.sqrt(len(rows)) if len(rows) > 1 else np.full(len(buckets), math.nan)
-    return PositionCurve(
-        [first for first, _ in buckets],
-        [last for _, last in buckets],
-        bits.mean(0).tolist(),
-        errors.tolist(),
-        len(rows),
-    )
+    starts, ends = ([bucket[side] for bucket in buckets] for side in (0, 1))
+    return PositionCurve(starts, ends, bits.mean(0).tolist(), errors.tolist())
 
 
 def even_buckets(length: int, width: int = 64) -> list[tuple[int, int]]:

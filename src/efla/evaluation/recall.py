@@ -6,9 +6,12 @@ Keys and values are distinct random tokens; f are other keys. After the pairs ea
 random places, followed by its value. Adapted from Arora et al. (Zoology, 2023): every pair is queried exactly once.
 """
 
+from __future__ import annotations
+
 import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -16,6 +19,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional
+
+from efla.runs.timing import training_step
 
 
 @dataclass(frozen=True)
@@ -25,6 +30,10 @@ class RecallBatch:
     tokens: Tensor
     positions: Tensor
     values: Tensor
+
+    def to(self, device: torch.device, rows: slice = slice(None)) -> RecallBatch:
+        """Some rows of the batch, on a device."""
+        return RecallBatch(*(x[rows].to(device) for x in (self.tokens, self.positions, self.values)))
 
 
 @dataclass(frozen=True)
@@ -100,21 +109,23 @@ def recall(
     rows = max(1, batch_tokens // batch.tokens.shape[1])
     right, among = [], []
     for at in range(0, len(batch.tokens), rows):
-        tokens, positions, values = (
-            x[at : at + rows].to(device) for x in (batch.tokens, batch.positions, batch.values)
-        )
-        logits = model(input_ids=tokens, use_cache=False).logits
-        index = (positions - 1)[..., None].expand(-1, -1, logits.shape[-1])
-        asked = logits.gather(1, index)  # [B, n, V], before each value
-        target = tokens.gather(1, positions)
+        part = batch.to(device, slice(at, at + rows))
+        asked, target = _asked(model, part.tokens, part.positions)
         right.append((asked.argmax(-1) == target).double().mean(1))
-        candidates = asked.gather(2, values[:, None, :].expand(-1, positions.shape[1], -1))
-        chosen = values.gather(1, candidates.argmax(-1))
+        candidates = asked.gather(2, part.values[:, None, :].expand(-1, asked.shape[1], -1))
+        chosen = part.values.gather(1, candidates.argmax(-1))
         among.append((chosen == target).double().mean(1))
         if progress is not None:
-            progress(len(tokens))
+            progress(len(target))
     whole, own = torch.cat(right).cpu().numpy(), torch.cat(among).cpu().numpy()
     return RecallResult(num_pairs, length, *_mean(whole), *_mean(own), len(whole))
+
+
+def _asked(model: Any, tokens: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+    """Logits [B, n, V] before each queried value, and the values [B, n]."""
+    logits = model(input_ids=tokens, use_cache=False).logits
+    index = (positions - 1)[..., None].expand(-1, -1, logits.shape[-1])
+    return logits.gather(1, index), tokens.gather(1, positions)
 
 
 def finetune_on_recall(
@@ -138,30 +149,27 @@ def finetune_on_recall(
         raise ValueError(
             f"fine-tuning needs at least one step and one setting, got {steps} steps and {len(grid)} settings"
         )
-    copied = copy.deepcopy(model).train()
+    copied = copy.deepcopy(model)
     device = next(copied.parameters()).device
     optimizer = torch.optim.AdamW(copied.parameters(), lr=rate)
     schedule = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda t: min((t + 1) / max(1, steps // 10), (steps - t) / steps)
     )
-    with torch.enable_grad():
-        for step in range(steps):
-            num_pairs, length = grid[step % len(grid)]
-            count = max(1, batch_tokens // length)
-            # Training and measuring use different seeds.
-            batch = make_batch(usable, num_pairs, length, count, seed + 1_000_003 * (step + 1), prefix)
-            tokens, positions = batch.tokens.to(device), batch.positions.to(device)
-            logits = copied(input_ids=tokens, use_cache=False).logits
-            asked = logits.gather(1, (positions - 1)[..., None].expand(-1, -1, logits.shape[-1]))
-            loss = functional.cross_entropy(asked.flatten(0, 1).float(), tokens.gather(1, positions).flatten())
-            optimizer.zero_grad()
-            loss.backward()
-            torch.nn.utils.clip_grad_norm_(copied.parameters(), 1.0)
-            optimizer.step()
-            schedule.step()
-            if progress is not None:
-                progress(1)
+    for step in range(steps):
+        num_pairs, length = grid[step % len(grid)]
+        count = max(1, batch_tokens // length)
+        # Training and measuring use different seeds.
+        batch = make_batch(usable, num_pairs, length, count, seed + 1_000_003 * (step + 1), prefix)
+        training_step(copied, optimizer, partial(_loss, copied, batch.to(device)), clip=1.0)()
+        schedule.step()
+        if progress is not None:
+            progress(1)
     return copied.eval()
+
+
+def _loss(model: Any, batch: RecallBatch) -> Tensor:
+    asked, target = _asked(model, batch.tokens, batch.positions)
+    return functional.cross_entropy(asked.flatten(0, 1).float(), target.flatten())
 
 
 def _mean(values: NDArray[np.float64]) -> tuple[float, float]:

@@ -19,13 +19,13 @@ from efla.evaluation.items import file_name, items_path, metric_items, standard_
 from efla.evaluation.perplexity import why_not_carried
 from efla.evaluation.responses import ResponseLog, remove_responses
 from efla.evaluation.table import CARRIED
-from efla.evaluation.tasks import SOURCES, expand, load_task, require_lm_eval
+from efla.evaluation.tasks import SOURCES, expand, load_task
 from efla.models.loading import Loaded, load_model, names_of
 from efla.runs.folder import RunFolder
 from efla.runs.progress import Counter, GridProgress
 from efla.runs.provenance import git_commit, machine, versions
-from efla.runs.records import Record, dumps
-from efla.runs.rows import write_atomically
+from efla.runs.records import Count, Record, check_fields, dumps
+from efla.runs.rows import read_rows, write_atomically
 
 if TYPE_CHECKING:
     from efla.evaluation.harness import HarnessModel
@@ -39,9 +39,9 @@ class EvaluationSettings:
     """Names of lm-evaluation-harness tasks; "paper" stands for the paper's ten."""
     data: Path | None = None
     """Folder with eval/, lambada/ and wikitext-2/ (default: EFLA_DATA; without it, the hub)."""
-    limit: int | None = None
+    limit: Count | None = None
     """Score only the first LIMIT items of each task; the table says so."""
-    max_length: int | None = None
+    max_length: Count | None = None
     """Tokens the model sees at once (default: the config's max_position_embeddings)."""
     tokenizer: str | None = None
     """Tokenizer folder or name if the model's folder has none; "bytes" for bytes, the default for a vocabulary of 256."""
@@ -51,16 +51,13 @@ class EvaluationSettings:
     """Precision of the weights; auto is the checkpoint's own."""
     share: bool = True
     """Score the choices of a question from one pass over their common prefix; --no-share uses the harness's own path."""
-    batch_tokens: int = 4096
+    batch_tokens: Count = 4096
     """Tokens in one forward pass."""
     samples: bool = False
     """Also write the harness's full log of every item, with prompts."""
 
     def __post_init__(self) -> None:
-        for name in ("limit", "max_length", "batch_tokens"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"{name} must be at least 1, got {value}")
+        check_fields(self)
 
 
 class Evaluation(ABC):
@@ -87,7 +84,11 @@ class Evaluation(ABC):
         return {**self.protocol, "batch_tokens": self.settings.batch_tokens}
 
     def evaluate(self, models: Sequence[str], output: Path, console: Console) -> list[Record]:
-        """Run the cells that the folder does not have yet; returns all its rows."""
+        """Run the cells that the folder does not have yet; returns all its rows. Without models, only returns them."""
+        if not models:
+            if output.is_dir():
+                return read_rows(output)
+            raise ValueError(f"give at least one model: efla eval MODEL ({output} holds no results to show)")
         settings, names = self.settings, names_of(list(dict.fromkeys(models)))
         with (
             RunFolder.open(output, self.experiment, self.protocol) as folder,
@@ -151,12 +152,6 @@ def _finished_cells(loaded: Loaded, folder: RunFolder) -> dict[str, list[Record]
                     f"{loaded.digest} now); nothing was changed. Choose another --output, or rename the model's folder"
                 )
     return found
-
-
-def evaluate(models: Sequence[str], settings: EvaluationSettings, output: Path, console: Console) -> list[Record]:
-    """Evaluate every model on every task, skipping what the folder already has; returns all rows of the folder."""
-    require_lm_eval()
-    return TaskEvaluation(settings).evaluate(models, output, console)
 
 
 class TaskEvaluation(Evaluation):

@@ -100,9 +100,6 @@ class ResultTable:
     lines: list[list[TableCell]]
     notes: list[str] = field(default_factory=list)
 
-    def texts(self, mark: str = "**") -> list[list[str]]:
-        return [[f"{mark}{c.text}{mark}" if c.is_best else c.text for c in line] for line in self.lines]
-
 
 def result_table(rows: Sequence[Record], paper: str = "340M") -> ResultTable:
     """Metrics as lines; columns of the models, then of the paper.
@@ -115,13 +112,20 @@ def result_table(rows: Sequence[Record], paper: str = "340M") -> ResultTable:
     by_cell = {(str(row["model"]), str(row["task"])): row for row in cells}
     tasks = {str(row["task"]) for row in cells}
     published = _published(paper)
-    lines = [_line(column, models, by_cell, published) for column in COLUMNS if column.task in tasks]
+
+    def line(column: Column, numbers: Mapping[str, Mapping[str, float]]) -> list[TableCell]:
+        values = {m: shown_values(by_cell[m, column.task], column) for m in models if (m, column.task) in by_cell}
+        digits = 1 if column.is_accuracy else 3 if "bits" in column.metric else 2
+        known = [row.get(column.key) for row in numbers.values()]
+        return _line(column.title, column.chance, models, values, known, digits, column.lower_is_better)
+
+    lines = [line(column, published) for column in COLUMNS if column.task in tasks]
     lines += _mean_lines(models, by_cell, published)
     extra = [column for column in EXTRA_COLUMNS if column.task in tasks]
     other = [row for row in cells if row["task"] not in {c.task for c in (*COLUMNS, *EXTRA_COLUMNS)}]
     for task, metric in dict.fromkeys((str(row["task"]), metric) for row in other for metric in row["metrics"]):
         extra.append(Column(task, f"{task} {metric}", task, metric, 1.0, None, False, False))
-    lines += [_line(column, models, by_cell, {name: {} for name in published}) for column in extra]
+    lines += [line(column, {name: {} for name in published}) for column in extra]
     headings = ["", "chance", *models, *(f"paper: {name}" for name in published)]
     return ResultTable(headings, lines, _notes(cells, published))
 
@@ -133,23 +137,23 @@ def shown_values(row: Mapping[str, Any], column: Column) -> tuple[float, float]:
 
 
 def _line(
-    column: Column,
+    title: str,
+    chance: float | None,
     models: Sequence[str],
-    by_cell: Mapping[tuple[str, str], Record],
-    published: Mapping[str, Mapping[str, float]],
+    values: Mapping[str, tuple[float, float]],
+    published: Sequence[float | None],
+    digits: int,
+    lower_is_better: bool = False,
 ) -> list[TableCell]:
-    values = {m: shown_values(by_cell[m, column.task], column) for m in models if (m, column.task) in by_cell}
+    """One line of the table. values: each model's value and standard error."""
     finite = [value for value, _ in values.values() if math.isfinite(value)]
-    best = (min(finite) if column.lower_is_better else max(finite)) if len(set(finite)) > 1 else None
-    digits = 1 if column.is_accuracy else 3 if "bits" in column.metric else 2
-    line = [TableCell(column.title), TableCell("" if column.chance is None else f"{column.chance:.1f}")]
+    best = (min if lower_is_better else max)(finite) if len(set(finite)) > 1 else None
+    line = [TableCell(title), TableCell("" if chance is None else f"{chance:.1f}")]
     for model in models:
         value, error = values.get(model, (math.nan, math.nan))
-        if model not in values:
-            line.append(TableCell(MISSING))
-        else:
-            line.append(TableCell(_with_error(value, error, digits), value == best))
-    return line + [TableCell(_empty_for_none(row.get(column.key), digits)) for row in published.values()]
+        text = _with_error(value, error, digits) if model in values else MISSING
+        line.append(TableCell(text, value == best))
+    return line + [TableCell("" if number is None else f"{number:.{digits}f}") for number in published]
 
 
 def _mean_lines(
@@ -166,19 +170,11 @@ def _mean_lines(
             means[model] = (mean, math.sqrt(sum(error**2 for _, error in pairs.values())) / len(pairs))
     if not means:
         return []
-    best = max(mean for mean, _ in means.values()) if len({mean for mean, _ in means.values()}) > 1 else None
     chance = sum(column.chance or 0.0 for column in ACCURACIES) / len(ACCURACIES)
-    line = [TableCell("mean of the 9"), TableCell(f"{chance:.1f}")]
-    for model in models:
-        line.append(
-            TableCell(_with_error(*means[model], 2), means[model][0] == best) if model in means else TableCell(MISSING)
-        )
-    line += [TableCell(_empty_for_none(mean_accuracy(row), 2)) for row in published.values()]
-    if not published:
-        return [line]
+    line = _line("mean of the 9", chance, models, means, [mean_accuracy(row) for row in published.values()], 2)
     printed = [TableCell("average as printed"), *[TableCell()] * (1 + len(models))]
-    printed += [TableCell(_empty_for_none(row.get("printed"), 1)) for row in published.values()]
-    return [line, printed]
+    printed += [TableCell(f"{row['printed']:.1f}") for row in published.values()]
+    return [line, printed] if published else [line]
 
 
 def _published(paper: str) -> dict[str, dict[str, float]]:
@@ -218,7 +214,8 @@ def _notes(cells: Sequence[Record], published: Mapping[str, object]) -> list[str
 def markdown(table: ResultTable) -> str:
     """The table as GitHub Markdown."""
     lines = ["| " + " | ".join(table.headings) + " |", "| --- " + "| ---: " * (len(table.headings) - 1) + "|"]
-    lines += ["| " + " | ".join(line) + " |" for line in table.texts()]
+    for line in table.lines:
+        lines.append("| " + " | ".join(f"**{cell.text}**" if cell.is_best else cell.text for cell in line) + " |")
     return "\n".join([*lines, "", *table.notes])
 
 
@@ -239,11 +236,12 @@ def terminal(table: ResultTable) -> Any:
 def _with_error(value: float, error: float, digits: int) -> str:
     if not math.isfinite(value):
         return "not finite"
-    text = f"{value:,.{digits}f}" if abs(value) < 1e6 else f"{value:.3g}"
+    text = format_number(value, digits)
     if not math.isfinite(error):
         return text
     return f"{text} ± {error:,.{digits}f}" if abs(value) < 1e6 else f"{text} ± {error:.1g}"
 
 
-def _empty_for_none(value: float | None, digits: int) -> str:
-    return "" if value is None else f"{value:.{digits}f}"
+def format_number(value: float, digits: int, sign: str = "") -> str:
+    """A number with that many decimals, or three digits of a large one. sign: "+" shows it for positive numbers too."""
+    return f"{value:{sign},.{digits}f}" if abs(value) < 1e6 else f"{value:{sign}.3g}"

@@ -5,7 +5,6 @@ Prompts, choices and metrics are the harness's; only the source of the records c
 NAME, NAME.xz or NAME.gz.
 """
 
-import json
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -13,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from efla.data.files import find_file, read_unpacked
+from efla.data.files import find_file, json_lines, named_damage, read_unpacked
 from efla.errors import unknown_name
 from efla.runs.records import Record
 
@@ -56,16 +55,14 @@ def load_task(name: str, data: Path | None, limit: int | None = None, *, metrics
     """
     require_lm_eval()
     with silence_lm_eval():
-        if name in SOURCES:
+        if name not in SOURCES:
+            task = _load_other(name)
+        else:
             config = definition(name)
             own = {metric["metric"] for metric in config["metric_list"]}
             added = [{"metric": m, "aggregation": "mean", "higher_is_better": True} for m in metrics if m not in own]
             config["metric_list"] = [*config["metric_list"], *added]
-            if data is not None:
-                config |= _local_source(name, data, limit)
-            task = _build(name, config)
-        else:
-            task = _load_other(name)
+            task = _build(name, config) if data is None else _build_local(name, config, data, limit)
         if task.get_config("num_fewshot") is None:
             task.set_config(key="num_fewshot", value=0)
         task.set_fewshot_seed(seed=1234)
@@ -81,19 +78,17 @@ def definition(name: str) -> Record:
     return dict(load_yaml(Path(lm_eval.tasks.__file__).parent / SOURCES[name].definition, resolve_func=True))
 
 
-def _local_source(name: str, data: Path, limit: int | None) -> Record:
-    """Fields of a definition that make it read local files, which hold only the scored split."""
+def _build_local(name: str, config: Record, data: Path, limit: int | None) -> Any:
+    """A task whose records are read from local files, which hold only the scored split."""
+    import datasets
+    from lm_eval.api.task import ConfigurableTask
+
     split = SOURCES[name].split
-
-    def load(**_: Any) -> dict[str, Any]:
-        import datasets
-
-        return {split: datasets.Dataset.from_list(local_records(name, data, limit))}
-
-    changes: Record = {"custom_dataset": load, "training_split": None}
+    table = datasets.Dataset.from_list(local_records(name, data, limit))
+    config |= {"custom_dataset": lambda **_: {split: table}, "training_split": None}
     if split == "test":
-        changes["validation_split"] = None
-    return changes
+        config["validation_split"] = None
+    return ConfigurableTask(config=config)
 
 
 def _build(name: str, config: Record) -> Any:
@@ -102,14 +97,9 @@ def _build(name: str, config: Record) -> Any:
     try:
         return ConfigurableTask(config=config)
     except Exception as error:  # datasets, huggingface_hub and their HTTP libraries each raise their own
-        if "custom_dataset" in config:
-            raise
         files = " and ".join(SOURCES[name].files)
-        raise RuntimeError(
-            f"task {name!r} could not be loaded from the Hugging Face hub ({config['dataset_path']}): "
-            f"{type(error).__name__}: {_first_line(error)}. Without a network, pass a folder that holds {files} with --data "
-            "DIR or EFLA_DATA"
-        ) from error
+        advice = f"Without a network, pass a folder that holds {files} with --data DIR or EFLA_DATA"
+        raise _hub_error(name, error, f" ({config['dataset_path']})", advice) from error
 
 
 def _load_other(name: str) -> Any:
@@ -121,17 +111,17 @@ def _load_other(name: str) -> Any:
     try:
         tasks = manager.load([name])["tasks"]
     except Exception as error:
-        raise RuntimeError(
-            f"task {name!r} could not be loaded from the Hugging Face hub: {type(error).__name__}: {_first_line(error)}; it "
-            f"has no local files (tasks that have: {', '.join(PAPER_TASKS)})"
-        ) from error
+        advice = f"It has no local files (tasks that have: {', '.join(PAPER_TASKS)})"
+        raise _hub_error(name, error, "", advice) from error
     if len(tasks) != 1:
         raise ValueError(f"{name!r} is a group of {len(tasks)} tasks; name them one by one: {', '.join(tasks)}")
     return next(iter(tasks.values()))
 
 
-def _first_line(error: Exception) -> str:
-    return next(iter(str(error).strip().splitlines()), "")
+def _hub_error(name: str, error: Exception, where: str, advice: str) -> RuntimeError:
+    first_line = next(iter(str(error).strip().splitlines()), "")
+    reason = f"{type(error).__name__}: {first_line}"
+    return RuntimeError(f"task {name!r} could not be loaded from the Hugging Face hub{where}: {reason}. {advice}")
 
 
 @contextmanager
@@ -187,27 +177,17 @@ def task_file(data: Path, name: str, task: str) -> Path:
 
 def read_text(path: Path) -> str:
     """The text of a file, decompressed by its suffix; raises ``ValueError`` if it is damaged or not UTF-8."""
-    try:
+    with named_damage(path):
         return read_unpacked(path).decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path} is not UTF-8 text (byte {error.start}); copy or download it again") from error
 
 
 def _json_lines(path: Path, *fields: str) -> list[Record]:
     """JSON objects, one per line, that have at least these fields."""
     found = []
-    for number, line in enumerate(read_text(path).split("\n"), 1):
-        if not line.strip():
-            continue
-        try:
-            record = json.loads(line)
-        except ValueError as error:
-            raise ValueError(
-                f"{path}, line {number} is not JSON ({error}); the file is cut off or damaged, copy or download it again"
-            ) from error
+    for label, record in json_lines(str(path), read_unpacked(path).split(b"\n")):
         missing = [field for field in fields if not isinstance(record, dict) or field not in record]
         if missing:
-            raise ValueError(f"{path}, line {number} lacks {', '.join(missing)}; is it the published file?")
+            raise ValueError(f"{label} lacks {', '.join(missing)}; is it the published file?")
         found.append(record)
     return found
 
@@ -225,35 +205,18 @@ def _piqa(path: Path, labels: Path) -> list[Record]:
             f"{labels} must hold one 0 or 1 for each of the {len(found)} lines of {path.name}, got {len(answers)} entries "
             f"{sorted(set(answers))[:4]}; the two files do not belong together"
         )
-    return [
-        {"goal": r["goal"], "sol1": r["sol1"], "sol2": r["sol2"], "label": int(answer)}
-        for r, answer in zip(found, answers, strict=True)
-    ]
-
-
-def _winogrande(path: Path) -> list[Record]:
-    found = _json_lines(path, "sentence", "option1", "option2", "answer")
-    for number, record in enumerate(found, 1):
-        if "_" not in record["sentence"] or record["answer"] not in ("1", "2"):
-            raise ValueError(f"{path}, record {number}: expected a gap '_' in the sentence and an answer '1' or '2'")
-    return found
+    fields = ("goal", "sol1", "sol2")
+    return [{**{f: r[f] for f in fields}, "label": int(answer)} for r, answer in zip(found, answers, strict=True)]
 
 
 def _arc(path: Path) -> list[Record]:
     found = []
     for number, record in enumerate(_json_lines(path, "question", "answerKey"), 1):
-        choices = record["question"]["choices"]
-        labels = [choice["label"] for choice in choices]
-        if record["answerKey"] not in labels:
-            raise ValueError(f"{path}, record {number}: answerKey {record['answerKey']!r} is not among {labels}")
-        found.append(
-            {
-                "id": record.get("id", str(number)),
-                "question": record["question"]["stem"],
-                "choices": {"text": [choice["text"] for choice in choices], "label": labels},
-                "answerKey": record["answerKey"],
-            }
-        )
+        choices = {key: [choice[key] for choice in record["question"]["choices"]] for key in ("text", "label")}
+        if record["answerKey"] not in choices["label"]:
+            raise ValueError(f"{path}, record {number}: answerKey {record['answerKey']!r} is not among its choices")
+        about = {"id": record.get("id", str(number)), "question": record["question"]["stem"]}
+        found.append({**about, "choices": choices, "answerKey": record["answerKey"]})
     return found
 
 
@@ -284,6 +247,7 @@ def _wikitext(path: Path) -> list[Record]:
 
 _HELLASWAG = _reader("ctx_a", "ctx_b", "activity_label", "endings", "label")
 _OPENBOOKQA = _reader("question_stem", "choices", "answerKey")
+_WINOGRANDE = _reader("sentence", "option1", "option2", "answer")
 _SCIQ = _reader("question", "distractor1", "distractor2", "distractor3", "correct_answer", "support")
 
 SOURCES = {
@@ -293,7 +257,7 @@ SOURCES = {
         ("lambada_openai", "lambada/lambada_openai.yaml", "lambada/lambada_test.jsonl", "test", 5153, _reader("text")),
         ("piqa", "piqa/piqa.yaml", "eval/piqa_dev.jsonl eval/piqa_dev-labels.lst", "validation", 1838, _piqa),
         ("hellaswag", "hellaswag/hellaswag.yaml", "eval/hellaswag_val.jsonl", "validation", 10042, _HELLASWAG),
-        ("winogrande", "winogrande/default.yaml", "eval/winogrande_xl_dev.jsonl", "validation", 1267, _winogrande),
+        ("winogrande", "winogrande/default.yaml", "eval/winogrande_xl_dev.jsonl", "validation", 1267, _WINOGRANDE),
         ("arc_easy", "arc/arc_easy.yaml", "eval/ARC-Easy-Test.jsonl", "test", 2376, _arc),
         ("arc_challenge", "arc/arc_challenge.yaml", "eval/ARC-Challenge-Test.jsonl", "test", 1172, _arc),
         ("boolq", "super_glue/boolq/default.yaml", "eval/boolq_superglue_val.jsonl", "validation", 3270, _boolq),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import signal
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from rich.console import Console
 from efla import presets
 from efla.data import corpora
 from efla.data.sampling import RowSampler
-from efla.evaluation import stream_bits
+from efla.evaluation import Request, score
 from efla.experiments.experiment import Group, without_volatile
 from efla.experiments.lm import claims
 from efla.experiments.lm import run as module
@@ -230,15 +231,18 @@ def test_steps_that_are_not_finite_count_the_run_as_failed_and_end_it(monkeypatc
     assert (row["steps"], row["nonfinite_steps"], row["first_nonfinite"], row["failed"]) == (5, 5, 1, True)
 
 
-def test_test_bits_are_those_of_the_stream_scorer(tmp_path: Path) -> None:
+def test_test_bits_are_those_of_rows_scored_one_by_one(tmp_path: Path) -> None:
     config, corpus = tiny(), corpora.load("python-docs")
     model = build(config, "exact-flow", 0).eval()
     subject = Subject(model, "exact-flow", 0, corpus, config)
     found = measurements(subject)["test"](subject)
     assert config.test_bytes is not None
-    expected = stream_bits(model, corpus.test[: config.test_bytes], config.length)
-    assert found["bytes"] == expected.num_scored
-    assert found["bits"] == pytest.approx(expected.bits_per_token, rel=1e-6)
+    text = corpus.test[: config.test_bytes].tolist()
+    rows = [text[i : i + config.length] for i in range(0, len(text), config.length)]
+    requests = [Request(row, len(row) - 1) for row in rows if len(row) > 1]
+    assert found["bytes"] == sum(request.num_scored for request in requests)
+    nats = -sum(value.log_prob for value in score(model, requests)) / found["bytes"]
+    assert found["bits"] == pytest.approx(nats / math.log(2), rel=1e-6)
 
 
 def test_key_energies_are_those_of_the_keys_that_the_scan_sees(monkeypatch: pytest.MonkeyPatch) -> None:
