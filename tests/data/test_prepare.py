@@ -110,7 +110,7 @@ def test_folders_are_read_in_the_order_of_their_paths(tmp_path):
 @pytest.mark.parametrize(
     ("name", "data", "message"),
     [
-        ("a.jsonl", b'{"text": "x"}\nnot json\n', "line 2: not a JSON object"),
+        ("a.jsonl", b'{"text": "x"}\nnot json\n', "line 2 is not JSON"),
         ("a.jsonl", b'{"body": "x"}\n', r"no text under 'text' \(found: body\); name it with --column"),
         ("a.txt", b"\xff\xfe", r"a\.txt is not UTF-8 \(byte 0\)"),
         ("a.jsonl.gz", gzip.compress(LINES)[:-12], "is damaged"),
@@ -247,7 +247,7 @@ def test_damage_is_found_by_size_and_by_checksum(tmp_path):
     with pytest.raises(ValueError, match=r"train-00000\.bin has \d+ bytes, expected"):
         open_shards(tmp_path / "out", verify=False)
     shard.unlink()
-    with pytest.raises(FileNotFoundError, match=r"train-00000\.bin is missing"):
+    with pytest.raises(ValueError, match=r"train-00000\.bin is missing; prepare the text again"):
         open_shards(tmp_path / "out")
     (tmp_path / "out" / INDEX).write_text("{}")
     with pytest.raises(ValueError, match="is not an index of efla prepare"):

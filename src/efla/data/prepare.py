@@ -11,12 +11,12 @@ import json
 import math
 import os
 from collections import deque
-from collections.abc import Iterable, Iterator
-from concurrent.futures import Future, ProcessPoolExecutor
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Executor, Future, ProcessPoolExecutor
+from dataclasses import asdict, dataclass
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Annotated, Any, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,7 +25,11 @@ from efla.data.readers import is_hub_name, list_files, read_documents, read_hub
 from efla.data.shards import INDEX, Index, Shard, is_prepared, read_index
 from efla.data.tokenizers import TextTokenizer, load_tokenizer, token_type
 from efla.runs.folder import lock_folder, require_same
+from efla.runs.records import Count, Minimum, check_fields
 from efla.runs.rows import explain_write, write_atomically
+
+T = TypeVar("T")
+R = TypeVar("R")
 
 PROGRESS = "progress.json"
 SOURCE_BYTES = "source_bytes"
@@ -48,9 +52,9 @@ class PrepareConfig:
     """Key of JSON lines, or column of a table, that holds the text."""
     validation_share: float = 0.005
     """Share of the documents for validation, evenly spaced; if that is less than one document, of the tokens at the end."""
-    shard_tokens: int = 1 << 26
+    shard_tokens: Count = 1 << 26
     """Tokens of a shard, which ends with the document that reaches them; a kill loses at most the shards being written."""
-    max_tokens: int = 0
+    max_tokens: Annotated[int, Minimum(0)] = 0
     """Stop after this many training tokens (0: read everything)."""
 
     def __post_init__(self) -> None:
@@ -58,24 +62,13 @@ class PrepareConfig:
             raise ValueError("name at least one file, folder or hf:owner/name to prepare")
         if not 0 <= self.validation_share < 0.5:
             raise ValueError(f"validation_share must be at least 0 and below 0.5, got {self.validation_share}")
-        if self.shard_tokens < 1 or self.max_tokens < 0:
-            raise ValueError(f"shard_tokens must be positive and max_tokens not negative, got {self}")
+        check_fields(self)
 
 
 class Watcher(Protocol):
     """Called with the progress so far."""
 
     def __call__(self, *, documents: int, tokens: int, text_bytes: int) -> None: ...
-
-
-@dataclass
-class _Progress:
-    """The shards and documents that are safely on disk."""
-
-    documents: int = 0
-    dropped: int = 0
-    train: list[Shard] = field(default_factory=list)
-    validation: list[Shard] = field(default_factory=list)
 
 
 class _Piece(NamedTuple):
@@ -87,11 +80,14 @@ class _Piece(NamedTuple):
     dropped: list[int]
 
 
-def prepare(config: PrepareConfig, output: Path, *, workers: int = 1, watch: Watcher | None = None) -> Index:
+def prepare(config: PrepareConfig, output: Path, *, workers: int | None = None, watch: Watcher | None = None) -> Index:
     """Tokenize the sources into ``output`` and return its index; resumes an earlier call.
 
     A finished folder with the same settings is left unchanged; one with other settings is refused.
+    workers: tokenizing processes; default one per core, and none besides this one for bytes.
     """
+    if workers is None:
+        workers = 1 if config.tokenizer == "bytes" else os.cpu_count() or 1
     settings = json.loads(json.dumps(asdict(config)))
     if is_prepared(output):
         index = read_index(output)
@@ -103,56 +99,39 @@ def prepare(config: PrepareConfig, output: Path, *, workers: int = 1, watch: Wat
     tokenizer = load_tokenizer(config.tokenizer)
     with lock_folder(output):
         try:
-            return _prepare(config, output, settings, tokenizer, workers, watch)
+            writer = _Writer(output, tokenizer, config, settings)
+            documents = _documents(config, skip=writer.documents)
+            text_bytes = 0
+            for piece in _encode(documents, config.tokenizer, tokenizer, workers):
+                writer.write(piece)
+                text_bytes += piece.bytes
+                if watch is not None:
+                    watch(documents=writer.documents, tokens=sum(writer.tokens.values()), text_bytes=text_bytes)
+                if writer.is_full:
+                    break
+            return writer.finish()
         except OSError as error:
             if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS, errno.EPERM):
                 raise explain_write(error, output) from error
             raise
 
 
-def _prepare(
-    config: PrepareConfig,
-    output: Path,
-    settings: dict[str, Any],
-    tokenizer: TextTokenizer,
-    workers: int,
-    watch: Watcher | None,
-) -> Index:
-    """As :func:`prepare`, in a folder that this process has locked."""
-    progress = _read_progress(output, settings)
-    for part in _PARTS:
-        for leftover in output.glob(f"{part}-*{_UNFINISHED}"):
-            leftover.unlink()
-    writer = _Writer(output, tokenizer, config, settings, progress)
-    documents = _documents(config, skip=progress.documents)
-    text_bytes = 0
-    for piece in _encode(documents, config.tokenizer, tokenizer, workers):
-        writer.write(piece)
-        text_bytes += piece.bytes
-        if watch is not None:
-            watch(documents=writer.documents, tokens=writer.tokens, text_bytes=text_bytes)
-        if writer.is_full:
-            break
-    return writer.finish()
-
-
 class _Writer:
-    """Cuts encoded documents into shards, in order."""
+    """Cuts encoded documents into shards, in order, after the shards and documents that are safely on disk."""
 
-    def __init__(
-        self, folder: Path, tokenizer: TextTokenizer, config: PrepareConfig, settings: dict[str, Any], done: _Progress
-    ) -> None:
-        self.folder, self.tokenizer, self.config, self.settings, self.done = folder, tokenizer, config, settings, done
-        self.documents = done.documents
-        self.dropped = done.dropped
+    def __init__(self, folder: Path, tokenizer: TextTokenizer, config: PrepareConfig, settings: dict[str, Any]) -> None:
+        self.folder, self.tokenizer, self.config, self.settings = folder, tokenizer, config, settings
+        done = _read_progress(folder, settings)
+        self.documents, self.dropped = done["documents"], done["dropped"]
+        self.shards = {part: [Shard(**shard) for shard in done[part]] for part in _PARTS}
+        self.tokens = {part: sum(shard.tokens for shard in self.shards[part]) for part in _PARTS}
         self.open: dict[str, _OpenShard] = {}
-        self.train_tokens = sum(shard.tokens for shard in done.train)
-        self.tokens = self.train_tokens + sum(shard.tokens for shard in done.validation)
+        _remove_unrecorded(folder, {shard.file for part in _PARTS for shard in self.shards[part]})
         self._record()  # before the first shard, so that a shard without a record is known to be ours
 
     @property
     def is_full(self) -> bool:
-        return 0 < self.config.max_tokens <= self.train_tokens
+        return 0 < self.config.max_tokens <= self.tokens["train"]
 
     def write(self, piece: _Piece) -> None:
         end = 0
@@ -162,43 +141,39 @@ class _Writer:
             end += length
             part = "validation" if _is_held_out(self.documents, self.config.validation_share) else "train"
             if part not in self.open:
-                self.open[part] = _OpenShard(self.folder, part, len(getattr(self.done, part)))
+                self.open[part] = _OpenShard(self.folder, part, len(self.shards[part]))
             self.open[part].append(piece.ids[end - length : end])
             self.documents += 1
             self.dropped += dropped
-            self.tokens += length
-            if part == "train":
-                self.train_tokens += length
-                if self.open[part].tokens >= self.config.shard_tokens:
-                    self.commit()
+            self.tokens[part] += length
+            if part == "train" and self.open[part].tokens >= self.config.shard_tokens:
+                self.commit()
 
     def commit(self) -> None:
         """Close the open shards and record the progress, from which a resumed run starts."""
         for part, shard in self.open.items():
-            getattr(self.done, part).append(shard.close())
+            self.shards[part].append(shard.close())
         self.open = {}
-        self.done.documents, self.done.dropped = self.documents, self.dropped
         self._record()
 
     def _record(self) -> None:
-        record = {"settings": self.settings, **asdict(self.done)}
+        shards = {part: [asdict(shard) for shard in self.shards[part]] for part in _PARTS}
+        record = {"settings": self.settings, "documents": self.documents, "dropped": self.dropped, **shards}
         write_atomically(self.folder / PROGRESS, json.dumps(record).encode())
 
     def finish(self) -> Index:
         self.commit()
-        if self.train_tokens == 0:
+        if self.tokens["train"] == 0:
             raise ValueError(f"no text in {', '.join(self.config.sources)}; nothing was prepared")
-        tail = 0
-        if not self.done.validation and self.config.validation_share:
-            tail = int(self.train_tokens * self.config.validation_share)
+        has_validation = bool(self.shards["validation"])
         index = Index(
             tokenizer=self.tokenizer.name,
             vocab_size=self.tokenizer.vocab_size,
             bos_token=self.tokenizer.bos_token,
             settings=self.settings,
-            train=tuple(self.done.train),
-            validation=tuple(self.done.validation),
-            tail=tail,
+            train=tuple(self.shards["train"]),
+            validation=tuple(self.shards["validation"]),
+            tail=0 if has_validation else int(self.tokens["train"] * self.config.validation_share),
             dropped=self.dropped,
         )
         write_atomically(self.folder / INDEX, index.as_json().encode())
@@ -261,13 +236,18 @@ def _encode(documents: Iterable[str], name: str, tokenizer: TextTokenizer, worke
             yield _encode_piece(tokenizer, texts)
         return
     with ProcessPoolExecutor(workers, get_context("spawn"), initializer=_start_worker, initargs=(name,)) as pool:
-        waiting: deque[Future[_Piece]] = deque()
-        for texts in _pieces(documents):
-            waiting.append(pool.submit(_encode_in_worker, texts))
-            if len(waiting) > 3 * workers:
-                yield waiting.popleft().result()
-        while waiting:
+        yield from map_ahead(pool, _encode_in_worker, _pieces(documents), ahead=3 * workers)
+
+
+def map_ahead(pool: Executor, function: Callable[[T], R], items: Iterable[T], *, ahead: int) -> Iterator[R]:
+    """The results for all items in order; up to ``ahead`` of them are computed before they are asked for."""
+    waiting: deque[Future[R]] = deque()
+    for item in items:
+        waiting.append(pool.submit(function, item))
+        if len(waiting) > ahead:
             yield waiting.popleft().result()
+    while waiting:
+        yield waiting.popleft().result()
 
 
 def _pieces(documents: Iterable[str]) -> Iterator[list[str]]:
@@ -311,20 +291,22 @@ def _is_held_out(number: int, share: float) -> bool:
     return math.floor((number + 1) * share) > math.floor(number * share)
 
 
-def _read_progress(folder: Path, settings: dict[str, Any]) -> _Progress:
+def _read_progress(folder: Path, settings: dict[str, Any]) -> dict[str, Any]:
     file = folder / PROGRESS
     if not file.exists():
         if any(folder.glob("*.bin")):
             raise ValueError(f"{folder} holds shards but neither {INDEX} nor {PROGRESS}; choose another --output")
-        return _Progress()
-    record = json.loads(file.read_text())
+        return {"documents": 0, "dropped": 0, **{part: [] for part in _PARTS}}
+    record: dict[str, Any] = json.loads(file.read_text())
     _check_settings(folder, record.pop("settings"), settings)
-    shards = {part: [Shard(**shard) for shard in record[part]] for part in _PARTS}
-    known = {shard.file for part in shards.values() for shard in part}
-    for file in folder.glob("*.bin"):  # renamed but not recorded before a kill: written again
+    return record
+
+
+def _remove_unrecorded(folder: Path, known: set[str]) -> None:
+    """Remove shards that a kill left unfinished, or renamed but not recorded; they are written again."""
+    for file in [*folder.glob("*.bin"), *folder.glob(f"*{_UNFINISHED}")]:
         if file.name not in known:
             file.unlink()
-    return _Progress(record["documents"], record["dropped"], shards["train"], shards["validation"])
 
 
 def _check_settings(folder: Path, there: dict[str, Any], now: dict[str, Any]) -> None:

@@ -14,15 +14,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from efla.runs.records import Count, Minimum, check_fields
+
 Order = Literal["uniform", "shuffled"]
-ORDERS: tuple[Order, ...] = ("uniform", "shuffled")
 _ROUNDS = 6
 
 Tokens = NDArray[Any]
@@ -84,16 +85,13 @@ class RowSampler:
     """
 
     stream: TokenStream
-    length: int
-    rows: int
+    length: Annotated[int, Minimum(2)]
+    rows: Count
     seed: int
     order: Order = "uniform"
 
     def __post_init__(self) -> None:
-        if self.order not in ORDERS:
-            raise ValueError(f"order must be one of {', '.join(ORDERS)}, got {self.order!r}")
-        if self.length < 2 or self.rows < 1:
-            raise ValueError(f"a step needs rows of at least 2 tokens, got {self.rows} rows of {self.length}")
+        check_fields(self)
         if len(self.stream) < self.length:
             raise ValueError(
                 f"the training text has {len(self.stream)} tokens, fewer than one row of {self.length}; "

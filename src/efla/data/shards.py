@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from efla.data.files import checksum
+from efla.data.files import file_damage
 from efla.data.sampling import Tokens, TokenStream
 from efla.data.tokenizers import token_type
 
@@ -51,12 +51,10 @@ class Index:
     dropped: int = 0
 
     def as_json(self) -> str:
+        parts = {"train": self.train, "validation": self.validation}
         totals = {
-            part: {
-                "tokens": sum(shard.tokens for shard in shards),
-                "documents": sum(shard.documents for shard in shards),
-            }
-            for part, shards in (("train", self.train), ("validation", self.validation))
+            part: {name: sum(getattr(shard, name) for shard in shards) for name in ("tokens", "documents")}
+            for part, shards in parts.items()
         }
         fields = {"border" if key == "bos_token" else key: value for key, value in asdict(self).items()}
         return json.dumps({"format": FORMAT, "totals": totals, **fields}, indent=1) + "\n"
@@ -101,15 +99,9 @@ def open_shards(folder: Path, *, verify: bool = True) -> tuple[Index, TokenStrea
     for part, shards in (("train", index.train), ("validation", index.validation)):
         for shard in shards:
             file = folder / shard.file
-            if not file.is_file():
-                raise FileNotFoundError(f"{file} is missing, which {folder / INDEX} lists; prepare the text again")
-            size = file.stat().st_size
-            if size != shard.tokens * kind.itemsize:
-                raise ValueError(
-                    f"{file} has {size} bytes, expected {shard.tokens * kind.itemsize}; it is damaged, prepare the text again"
-                )
-            if verify and checksum(file) != shard.sha256:
-                raise ValueError(f"{file} does not match its checksum; it is damaged, prepare the text again")
+            problem = file_damage(file, shard.tokens * kind.itemsize, shard.sha256 if verify else None)
+            if problem is not None:
+                raise ValueError(f"{folder} is damaged: {problem}; prepare the text again")
             parts[part].append(np.memmap(file, dtype=kind, mode="r"))
     train, validation = TokenStream(*parts["train"]), TokenStream(*parts["validation"])
     if index.tail:

@@ -1,6 +1,6 @@
 """Training and validation tokens of what ``--data`` names: a corpus, a prepared folder, or text to prepare first."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -40,13 +40,10 @@ def source_kind(data: str) -> Kind:
     )
 
 
-def prepare_source(
-    data: str, tokenizer: str, folder: Path, *, max_tokens: int = 0, watch: Watcher | None = None, workers: int = 1
-) -> None:
-    """Tokenize ``data`` into ``folder``, unless that is done. max_tokens: a limit for data sets of the hub only."""
-    limit = max_tokens if is_hub_name(data) else 0
-    config = PrepareConfig(sources=(data,), tokenizer=tokenizer, max_tokens=limit)
-    prepare(config, folder, workers=workers, watch=watch)
+def prepare_source(config: PrepareConfig, folder: Path, *, max_tokens: int, watch: Watcher | None = None) -> None:
+    """Tokenize text into ``folder``, unless that is done. max_tokens: a limit for data sets of the hub only."""
+    limit = max_tokens if all(map(is_hub_name, config.sources)) else 0
+    prepare(replace(config, max_tokens=limit), folder, watch=watch)
 
 
 def open_data(data: str, *, root: str | None = None, folder: Path | None = None, verify: bool = True) -> TextData:
