@@ -17,6 +17,7 @@ from small import small
 
 from efla import EflaConfig, EflaForCausalLM
 from efla.train import loop
+from efla.train.config import MachineOptions
 from efla.train.engine import Engine
 from efla.train.step import num_labels, row_loss
 from processes import LAST_RESORT
@@ -56,7 +57,7 @@ def tiny(**fields):
 
 def sequence_parallel(dtype: str, length: int, size: int):
     """Loss and gradients of rows split over the ranks, against the same rows on one rank."""
-    engine = Engine.start(sequence_parallel=size)
+    engine = Engine.start(MachineOptions(sequence_parallel=size))
     rows = torch.randint(1, 61, (2, length), generator=torch.Generator().manual_seed(1))
     results = {}
     for name, fields in MIXERS.items():

@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 from efla.train import loop
+from efla.train.config import MachineOptions
 from efla.train.engine import check_layout
 from efla.train.output import read_metrics
 from tests.processes import children, started, wait_for_line
@@ -116,12 +117,16 @@ def test_torchrun_restarts_a_killed_rank_and_goes_on(tmp_path):
 @pytest.mark.parametrize(
     ("layout", "message"),
     [
-        (("single", 2, None, 1), "'single' is for one process, but torchrun started 2"),
-        (("hsdp", 4, 3, 1), r"--shard-size, .* divisor of the 4 ranks; got 3"),
-        (("ddp", 4, None, 3), "--sequence-parallel must divide the 4 ranks"),
-        (("fdsp", 4, None, 1), "strategy must be one of"),
+        ({"strategy": "single"}, "'single' is for one process, but torchrun started 4"),
+        ({"strategy": "hsdp", "shard_size": 3}, r"--shard-size, .* divisor of the 4 ranks; got 3"),
+        ({"sequence_parallel": 3}, "--sequence-parallel must divide the 4 ranks"),
     ],
 )
 def test_layouts_that_do_not_fit_are_refused(layout, message):
     with pytest.raises(ValueError, match=message):
-        check_layout(*layout)
+        check_layout(MachineOptions(**layout), world=4)
+
+
+def test_an_unknown_strategy_is_named_with_the_known_ones():
+    with pytest.raises(ValueError, match=r"unknown strategy 'fdsp'; did you mean .*'fsdp'"):
+        small(strategy="fdsp")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 
 import pytest
 
@@ -129,9 +130,21 @@ def test_a_dry_run_prints_everything_and_starts_nothing(tmp_path, capsys, monkey
     shown = capsys.readouterr().out
     for fact in ("1,365,677,056", "50,000,297,984", "23,842", "0: 3.02637e-05, 1023: 0.0003, 1024: 0.0003", "8 x a100"):
         assert fact in shown
+    assert len(shown.splitlines()) <= 25 and "betas" not in shown
+    assert "7.91 GFLOP\n" in shown and re.search(r"^fits +yes$", shown, re.MULTILINE)
     assert list(tmp_path.iterdir()) == []
+    assert cli.main([*arguments, "--verbose"]) == 0
+    assert "betas" in capsys.readouterr().out
     assert cli.main([*arguments, "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["estimate"]["parameters"] == 1_365_677_056
+
+
+def test_a_run_that_does_not_fit_a_device_is_called_that():
+    config = recipes.get("efla-1.3b-paper")
+    facts = estimate(config, Machines("4090", 8))
+    assert (facts["memory_of_a_device_gb"], facts["fits"]) == (24.0, False)
+    assert facts["estimated_memory_gb_per_device"] > 24
+    assert estimate(config, Machines("a100", 8))["fits"]
 
 
 def test_options_replace_the_recipes_values(capsys):
@@ -158,10 +171,10 @@ def test_options_replace_the_recipes_values(capsys):
         ("--peak-rate 1e-5", "the peak the largest"),
         ("--sequence-parallel 3", "rows of 256 tokens do not divide over 3 ranks"),
         ("--sequence-parallel 2 --documents reset", "cannot reset the memory inside them"),
-        ("--estimate-device v100", "--estimate-device must be here or one of a100"),
-        ("--length 1", "length is too small: 1"),
-        ("--keep 0", "keep is too small: 0"),
-        ("--save-every -1", "save_every must not be negative"),
+        ("--estimate-device v100", "unknown device 'v100'; did you mean"),
+        ("--length 1", "length must be at least 2, got 1"),
+        ("--keep 0", "keep must be at least 1, got 0"),
+        ("--save-every -1", "save_every must be at least 0, got -1"),
     ],
 )
 def test_what_does_not_fit_is_said_before_anything_starts(arguments, message, capsys):

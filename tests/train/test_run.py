@@ -6,7 +6,9 @@ import dataclasses
 import itertools
 import json
 import math
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -17,11 +19,11 @@ from efla import EflaForCausalLM, cli, presets
 from efla.data import corpora
 from efla.data.sampling import TokenStream
 from efla.train import loop
-from efla.train.output import METRICS, MetricsLog, read_metrics
+from efla.train.output import METRICS, MetricsLog, read_metrics, si
 from efla.train.plot import plot_run
 from efla.train.step import row_loss, validate
 from tests.data.test_prepare import has
-from tests.train.small import losses, small
+from tests.train.small import SIZES, losses, small
 
 
 def test_the_default_command_trains_saves_and_can_be_continued_from(tmp_path, capsys, monkeypatch):
@@ -30,7 +32,11 @@ def test_the_default_command_trains_saves_and_can_be_continued_from(tmp_path, ca
     assert cli.main(["train", "--steps", "30", "--validate-every", "15"]) == 0
     shown = capsys.readouterr().out
     assert "efla-tiny: 471,296 parameters on python-docs" in shown
-    assert "efla generate runs/train-tiny/model" in shown.replace("\n", " ")
+    lines = shown.splitlines()
+    assert lines[-2] == 'next:  efla generate runs/train-tiny/model --prompt "The "'
+    headings = next(i for i, line in enumerate(lines) if line.split()[:3] == ["step", "training", "loss"])
+    assert [line.split()[0] for line in lines[headings + 1 : headings + 3]] == ["15", "30"]
+    assert len(lines) <= 25 and max(map(len, lines)) <= 80
     found = losses(Path("runs/train-tiny"))
     assert abs(found[0] / math.log(256) - 1) < 0.02
     assert found[-1] < 3.3
@@ -169,6 +175,18 @@ def test_text_of_ones_own_is_prepared_once_and_trained_on(tmp_path, capsys):
     assert [row for row in read_metrics(tmp_path / "run") if row["event"] == "validation"][-1]["tokens"] > 10
 
 
+def test_text_under_another_key_is_named_and_then_trained_on(tmp_path, capsys):
+    """The error names an option that ``efla train`` has."""
+    (tmp_path / "mine.jsonl").write_text('{"body": "a text of my own. "}\n' * 300)
+    command = ["train", "--data", str(tmp_path / "mine.jsonl"), "--output", str(tmp_path / "run"), "--quiet"]
+    command += ["--steps", "2", "--rows", "1", "--length", "16", "--sample-tokens", "0", "--set", *SIZES]
+    assert cli.main(command) == 1
+    assert "no text under 'text' (found: body); name it with --column" in capsys.readouterr().err
+    assert cli.main([*command, "--column", "body"]) == 0
+    assert capsys.readouterr().out == ""
+    assert len(losses(tmp_path / "run")) == 2
+
+
 def test_a_model_folder_is_trained_further(tmp_path):
     loop.run(small(), tmp_path / "first")
     model = str(tmp_path / "first" / "model")
@@ -196,6 +214,33 @@ def test_tensorboard_holds_the_same_numbers(tmp_path):
     events = EventAccumulator(str(tmp_path / "tensorboard"))
     events.Reload()
     assert [e.value for e in events.Scalars("step/loss")] == pytest.approx(losses(tmp_path), rel=1e-6)
+
+
+def test_weights_and_biases_gets_the_same_numbers(tmp_path, monkeypatch):
+    """With a module in the place of wandb: one run per start, in the output folder, that resumes."""
+    started, logged, finished = [], [], []
+    run = SimpleNamespace(log=lambda values, step: logged.append((step, values)), finish=lambda: finished.append(1))
+    fake = SimpleNamespace(init=lambda **options: started.append(options) or run)
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    loop.run(small(wandb=True), tmp_path)
+    (options,) = started
+    assert (options["project"], options["dir"], options["resume"]) == ("efla", str(tmp_path), "auto")
+    assert options["config"]["config"]["watch"]["wandb"] is True
+    assert [values["step/loss"] for _, values in logged if "step/loss" in values] == losses(tmp_path)
+    assert [step for step, values in logged if "validation/bits_per_token" in values] == [4, 8, 12]
+    assert [step for step, values in logged if "sample" in values] == [12]
+    assert finished == [1]
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(RuntimeError, match="--wandb needs the package wandb: pip install wandb"):
+        loop.run(small(wandb=True), tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("value", "shown"),
+    [(0.5, "0.5 B"), (999, "999 B"), (999.6, "1 kB"), (12_345, "12.3 kB"), (2.1e9, "2.1 GB"), (4.2e19, "42 EB")],
+)
+def test_large_numbers_have_prefixes(value, shown):
+    assert si(value, "B") == shown
 
 
 @pytest.mark.parametrize("arm", ["gated-exact-flow", "mamba2", "attention"])

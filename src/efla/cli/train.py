@@ -6,7 +6,7 @@ import os
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import tyro
 
@@ -14,7 +14,8 @@ from efla.data.prepare import PrepareConfig
 from efla.errors import refuse_ignored
 from efla.train import recipes
 from efla.train.config import TrainConfig
-from efla.train.estimate import DEVICES, Machines, estimate
+from efla.train.estimate import Machines, estimate
+from efla.train.output import si
 
 _DEFAULT = "tiny"
 
@@ -32,27 +33,26 @@ class TrainCommand:
     config: Annotated[TrainConfig, tyro.conf.arg(name="")] = field(default_factory=TrainConfig)
     recipe: str = _DEFAULT
     """Named config to start from; --list-recipes shows all."""
-    output: Path | None = None
-    """Folder for checkpoints, metrics and the model; default runs/train-RECIPE."""
-    dry_run: bool = False
-    """Print the configuration, the size of the model and the estimated cost, and stop."""
+    output: Annotated[Path | None, tyro.conf.arg(help_behavior_hint="(default: runs/train-RECIPE)")] = None
+    """Folder for checkpoints, metrics and the model."""
+    quiet: bool = False
+    """Print nothing but errors."""
     list_recipes: bool = False
     """Print the names of all recipes and stop."""
+    dry_run: bool = False
+    """Print the size of the model, the estimated cost and whether it fits the device, and stop."""
     json: bool = False
-    """With --dry-run: print JSON."""
-    estimate_device: str = "here"
-    """With --dry-run: a device to estimate for (a100, h100, ...) instead of this machine."""
-    estimate_count: int | None = None
-    """With --dry-run: number of devices to estimate for."""
-    utilisation: float = Machines.utilisation
-    """With --dry-run: share of the device's peak that training is assumed to reach."""
+    """With --dry-run: print the config and the estimate as JSON."""
+    verbose: bool = False
+    """With --dry-run: also print the config."""
+    machines: Machines = field(default_factory=Machines)
 
 
 def train(arguments: list[str]) -> int:
     """Parse ``--recipe`` first, because its values are the defaults of all other options; then train."""
     from rich.console import Console
 
-    from efla.train.loop import MODEL, run
+    from efla.train.loop import run
 
     name = _recipe_name(arguments)
     if "--list-recipes" in arguments:
@@ -69,41 +69,43 @@ def train(arguments: list[str]) -> int:
     output = command.output or Path("runs") / f"train-{command.recipe}"
     if command.dry_run:
         return _dry_run(command, output)
-    given = {
-        "json": command.json, "estimate-device": command.estimate_device != "here",
-        "estimate-count": command.estimate_count is not None, "utilisation": command.utilisation != Machines.utilisation,
-    }  # fmt: skip
+    given = {"json": command.json, "verbose": command.verbose}
+    given |= {"estimate-device, --estimate-count or --utilisation": command.machines != Machines()}
     refuse_ignored(given, "without --dry-run")
-    outcome = run(command.config, output, console=Console())
-    if outcome.finished and _is_main():
-        prompt = command.config.watch.sample_prompt
-        print(f"then: efla generate {output / MODEL} --prompt {json_format.dumps(prompt)}")
+    outcome = run(command.config, output, console=None if command.quiet else Console())
+    if outcome.finished and _is_main() and not command.quiet:
+        prompt = json_format.dumps(command.config.watch.sample_prompt)
+        print(f"files: {output}/ (model/, metrics.jsonl, checkpoints/)")
+        print(f"next:  efla generate {output / 'model'} --prompt {prompt}")
+        print(f"       efla eval {output} --tasks paper")
     return outcome.exit_code
 
 
 def _dry_run(command: TrainCommand, output: Path) -> int:
-    if command.estimate_device not in ("here", *DEVICES):
-        raise ValueError(
-            f"--estimate-device must be here or one of {', '.join(DEVICES)}, got {command.estimate_device!r}"
-        )
-    machines = Machines(command.estimate_device, command.estimate_count, command.utilisation)
-    facts = {"output": str(output), **estimate(command.config, machines)}
+    facts = {"output": str(output), **estimate(command.config, command.machines)}
     if not _is_main():
         return 0
     if command.json:
         print(json_format.dumps({"config": command.config.record(), "estimate": facts}, indent=2))
         return 0
-    for section, options in command.config.record().items():
-        print(f"{section}")
+    for section, options in command.config.record().items() if command.verbose else ():
+        print(section)
         for key, value in options.items():
             print(f"  {key:<24}{value}")
-    print("estimate")
     for key, value in facts.items():
-        shown = f"{value:,}" if isinstance(value, int) else value
-        if isinstance(value, dict):
-            shown = ", ".join(f"{step}: {rate:.6g}" for step, rate in value.items())
-        print(f"  {key.replace('_', ' '):<38}{shown}")
+        print(f"{key.replace('_', ' '):<38}{_shown(key, value)}")
     return 0
+
+
+def _shown(key: str, value: Any) -> str:
+    """A fact of the estimate as text."""
+    if "flops" in key:
+        return si(value, "FLOP/s" if "second" in key else "FLOP")
+    if isinstance(value, dict):
+        return ", ".join(f"{step}: {rate:.6g}" for step, rate in value.items())
+    if isinstance(value, bool):
+        return "yes" if value else "no: use fewer --micro-rows, --gradient-checkpointing, or --strategy fsdp"
+    return f"{value:,}" if isinstance(value, int) else str(value)
 
 
 def _recipe_name(arguments: list[str]) -> str:
@@ -130,6 +132,7 @@ def prepare(
     ],
     output: Path,
     workers: int | None = None,
+    quiet: bool = False,
 ) -> int:
     """Tokenise text into packed, memory-mapped shards with checksums; then: efla train --data OUTPUT.
 
@@ -139,26 +142,25 @@ def prepare(
     Args:
         output: New folder for the shards.
         workers: Tokenising processes; default one per core, and none besides this one for bytes.
+        quiet: Print nothing but errors.
     """
     from rich.console import Console
-    from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
     from efla.data import prepare as preparation
+    from efla.runs.progress import Bars
 
-    if workers is None:
-        workers = 1 if config.tokenizer == "bytes" else os.cpu_count() or 1
     start = time.perf_counter()
-    shown = TextColumn(
-        "{task.fields[documents]:,} documents, {task.fields[tokens]:,} tokens, {task.fields[speed]:.1f} MB/s"
-    )
-    with Progress(SpinnerColumn(), shown, TimeElapsedColumn(), console=Console(stderr=True)) as progress:
-        task = progress.add_task("", documents=0, tokens=0, speed=0.0)
+    with Bars(None if quiet else Console(stderr=True)) as bars:
 
         def watch(*, documents: int, tokens: int, text_bytes: int) -> None:
             speed = text_bytes / 1e6 / (time.perf_counter() - start)
-            progress.update(task, documents=documents, tokens=tokens, speed=speed)
+            text = f"{documents:,} documents, {tokens:,} tokens, {speed:.1f} MB/s"
+            bars.update("tokenizing", 0, config.max_tokens or None, text)
+            bars.line_now_and_then(text)
 
         index = preparation.prepare(config, output, workers=workers, watch=watch)
+    if quiet:
+        return 0
     for part, shards in (("training", index.train), ("validation", index.validation)):
         tokens, documents = sum(s.tokens for s in shards), sum(s.documents for s in shards)
         print(f"{part:<10}  {tokens:,} tokens, {documents:,} documents, {len(shards)} shards")
@@ -166,5 +168,6 @@ def prepare(
         print(f"            of which the last {index.tail:,} tokens are kept for validation")
     if index.dropped:
         print(f"            {index.dropped:,} NUL characters were left out: byte 0 marks documents")
-    print(f"vocabulary  {index.vocab_size:,} ({index.tokenizer}); then: efla train --data {output}")
+    print(f"vocabulary  {index.vocab_size:,} ({index.tokenizer})")
+    print(f"next: efla train --data {output}")
     return 0

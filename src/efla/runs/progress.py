@@ -27,7 +27,7 @@ class Bars:
         self._tasks: dict[str, TaskID] = {}
         self._last_line = time.monotonic()
         self._progress = RichProgress(
-            TextColumn("{task.description}", markup=False), BarColumn(bar_width=24),
+            TextColumn("{task.description}", markup=False), BarColumn(bar_width=16),
             TextColumn("{task.fields[text]}", markup=False), TimeElapsedColumn(),
             console=self.console, transient=True, disable=not self.is_live,
         )  # fmt: skip
@@ -41,7 +41,7 @@ class Bars:
     ) -> None:
         self._progress.stop()
 
-    def update(self, name: str, completed: float, total: float, text: str = "") -> None:
+    def update(self, name: str, completed: float, total: float | None, text: str = "") -> None:
         """Show how far a bar is; the first update adds it."""
         if name not in self._tasks:
             self._tasks[name] = self._progress.add_task(name, total=total, text=text)

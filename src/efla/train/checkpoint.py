@@ -14,10 +14,9 @@ import json
 import os
 import random
 import shutil
-import threading
 import warnings
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
@@ -33,7 +32,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import async_save, save
 from torch.distributed.tensor import DTensor
 
-from efla.data.files import checksum
+from efla.data.files import checksum, file_damage
 from efla.runs.records import Record
 from efla.runs.rows import explain_write, write_atomically
 from efla.train.engine import Engine, unwrap
@@ -48,8 +47,8 @@ class Checkpoints:
 
     def __init__(self, folder: Path, engine: Engine, *, keep: int = 2, keep_every: int = 0) -> None:
         self.folder, self.engine, self.keep, self.keep_every = folder, engine, keep, keep_every
-        self._writing: threading.Thread | None = None
-        self._failure: BaseException | None = None
+        self._background = ThreadPoolExecutor(1)
+        self._writing: Future[None] | None = None
         # A separate group, because an asynchronous save communicates at the same time as training.
         self._group = dist.new_group(backend="gloo") if engine.is_distributed else None
 
@@ -93,17 +92,16 @@ class Checkpoints:
             write = _start_save(tensors, writer, self._group)
         except OSError as error:
             raise explain_write(error, self.folder) from error
-        self._writing = threading.Thread(target=self._finish_later, args=(write, temporary, final, record))
-        self._writing.start()
+        self._writing = self._background.submit(self._finish_later, write, temporary, final, record)
 
     def wait(self) -> None:
         """Wait for an asynchronous save to complete; raises its error if it failed."""
-        if self._writing is not None:
-            self._writing.join()
-            self._writing = None
-            failure, self._failure = self._failure, None
-            if failure is not None:
-                raise explain_write(failure, self.folder) if isinstance(failure, OSError) else failure
+        writing, self._writing = self._writing, None
+        if writing is not None:
+            try:
+                writing.result()
+            except OSError as error:
+                raise explain_write(error, self.folder) from error
             self.engine.barrier()
 
     def load(self, path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> Record:
@@ -120,7 +118,8 @@ class Checkpoints:
             with _without_warning():
                 load(tensors, storage_reader=reader, process_group=self._group, no_dist=self._group is None)
         except (CheckpointException, SafetensorError, RuntimeError, ValueError) as error:
-            raise ValueError(f"the checkpoint {path} does not fit this model: {_first_cause(error)}") from error
+            reason = str(error).strip().splitlines()[-1:] or [type(error).__name__]
+            raise ValueError(f"the checkpoint {path} does not fit this model: {reason[0].strip()}") from error
         for group in optimizer.param_groups:
             for p in group["params"]:
                 optimizer.state[p]["step"].fill_(state["optimizer_steps"])
@@ -130,11 +129,8 @@ class Checkpoints:
         return state
 
     def _finish_later(self, write: Callable[[], Any], temporary: Path, final: Path, record: Record) -> None:
-        try:
-            write()
-            self._finish(temporary, final, record)
-        except BaseException as error:
-            self._failure = error
+        write()
+        self._finish(temporary, final, record)
 
     def _finish(self, temporary: Path, final: Path, record: Record) -> None:
         """After every rank has written its shard, on the main rank: write the manifest, rename, remove old checkpoints."""
@@ -165,15 +161,8 @@ def verify(path: Path) -> str | None:
         manifest = json.loads((path / MANIFEST).read_text())
     except (OSError, ValueError) as error:
         return f"{MANIFEST} cannot be read ({error})"
-    for name, expected in manifest.items():
-        file = path / name
-        if not file.is_file():
-            return f"{name} is missing"
-        if file.stat().st_size != expected["bytes"]:
-            return f"{name} has {file.stat().st_size} bytes, expected {expected['bytes']}"
-        if checksum(file) != expected["sha256"]:
-            return f"{name} does not match its checksum"
-    return None
+    problems = (file_damage(path / name, known["bytes"], known["sha256"]) for name, known in manifest.items())
+    return next((problem for problem in problems if problem is not None), None)
 
 
 def state_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
@@ -261,8 +250,3 @@ def _sync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def _first_cause(error: BaseException) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return lines[-1] if lines else type(error).__name__

@@ -6,18 +6,18 @@ import dataclasses
 import json
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from efla.data.sampling import Order
 from efla.errors import unknown_name
 from efla.models import presets
-from efla.runs.records import Record, to_record
-from efla.train.engine import Strategy
+from efla.runs.records import Count, Minimum, Record, check_fields, to_record
 from efla.train.optimizer import WarmupCosine
 
 if TYPE_CHECKING:
     from efla.models.configuration_efla import EflaConfig
 
+NotNegative = Annotated[int, Minimum(0)]
 _MAY_CHANGE = {"may_change": True}
 """Metadata of fields that may differ when a run resumes: they do not change what is computed."""
 
@@ -44,9 +44,11 @@ class DataOptions:
     """Folder with the files of the corpora; default: EFLA_DATA."""
     tokenizer: str = "bytes"
     """For text that is not prepared: bytes, mistral, or a tokenizer that transformers loads."""
-    length: int = 256
+    column: str = field(default="text", metadata=_MAY_CHANGE)
+    """For text that is not prepared: key of JSON lines, or column of a table, that holds the text."""
+    length: Annotated[int, Minimum(2)] = 256
     """Tokens per row."""
-    rows: int = 8
+    rows: Count = 8
     """Rows per step over all devices: the global batch is rows * length tokens for any number of devices."""
     order: Order = "uniform"
     """uniform: rows start anywhere; shuffled: the text is cut into rows, each used once per pass."""
@@ -94,19 +96,19 @@ class MachineOptions:
 
     device: str = "auto"
     """auto, cpu or cuda."""
-    strategy: Strategy = "auto"
+    strategy: Literal["auto", "single", "ddp", "fsdp", "hsdp"] = "auto"
     """Under torchrun: ddp (auto), fsdp (sharded weights), hsdp (sharded in groups of --shard-size, replicated across groups)."""
     shard_size: int | None = None
     """For hsdp: ranks that share one copy of the weights."""
-    sequence_parallel: int = 1
+    sequence_parallel: Count = 1
     """Ranks over which each row is split."""
-    micro_rows: int | None = None
+    micro_rows: Count | None = None
     """Rows per forward pass on a device; gradients of the others are accumulated. Default: all rows of the device."""
     gradient_checkpointing: bool = False
     """Keep only each block's input for the backward pass and recompute the rest."""
     compile: bool = False
     """torch.compile every block."""
-    threads: int | None = None
+    threads: Count | None = None
     """CPU threads; default: torch's."""
     timeout_minutes: float = 30.0
     """How long ranks wait for each other."""
@@ -116,26 +118,28 @@ class MachineOptions:
 class WatchOptions:
     """What is saved and shown; may change when a run resumes."""
 
-    save_every: int = 100
+    save_every: NotNegative = 100
     """Steps between checkpoints (0: at the end only)."""
-    keep: int = 2
+    keep: Count = 2
     """Number of newest checkpoints to keep."""
-    keep_every: int = 0
+    keep_every: NotNegative = 0
     """Also keep checkpoints whose step is a multiple of this (0: none)."""
     async_save: bool = False
     """Write checkpoints in the background."""
-    validate_every: int = 100
+    validate_every: NotNegative = 100
     """Steps between validations (0: at the end only)."""
-    validation_tokens: int = 32_768
+    validation_tokens: NotNegative = 32_768
     """Tokens of the validation text to use (0: all)."""
-    sample_every: int = 0
+    sample_every: NotNegative = 0
     """Steps between samples (0: at the end only)."""
     sample_prompt: str = "The "
     """Prompt of the samples."""
-    sample_tokens: int = 120
+    sample_tokens: NotNegative = 120
     """Tokens per sample (0: no samples)."""
     tensorboard: bool = False
     """Also write TensorBoard event files."""
+    wandb: bool = False
+    """Also log to Weights & Biases (pip install wandb)."""
     stop_after: int | None = None
     """Save and stop after this many steps in total, before the end of the schedule."""
 
@@ -151,23 +155,11 @@ class TrainConfig:
     watch: WatchOptions = field(default=WatchOptions(), metadata=_MAY_CHANGE)
 
     def __post_init__(self) -> None:
+        for section in dataclasses.fields(self):
+            check_fields(getattr(self, section.name))
         self.schedule()
-        minimums = {"rows": (self.data.rows, 1), "length": (self.data.length, 2), "keep": (self.watch.keep, 1)}
-        for name, (value, minimum) in minimums.items():
-            if value < minimum:
-                raise ValueError(f"{name} is too small: {value}; the minimum is {minimum}")
         if self.optimizer.clip <= 0:
             raise ValueError(f"clip must be positive, got {self.optimizer.clip}")
-        for name in (
-            "save_every",
-            "keep_every",
-            "validate_every",
-            "validation_tokens",
-            "sample_every",
-            "sample_tokens",
-        ):
-            if getattr(self.watch, name) < 0:
-                raise ValueError(f"{name} must not be negative, got {getattr(self.watch, name)}")
         if self.machine.sequence_parallel > 1:
             if self.data.length % self.machine.sequence_parallel:
                 raise ValueError(
@@ -207,7 +199,7 @@ class TrainConfig:
             )
         share = self.data.rows // data_world
         micro = self.machine.micro_rows or share
-        if micro < 1 or share % micro:
+        if share % micro:
             raise ValueError(
                 f"--micro-rows {micro} does not divide the {share} rows per step of a rank; choose a divisor"
             )
@@ -223,14 +215,9 @@ class TrainConfig:
 
     def resume_key(self) -> Record:
         """The fields that must be the same when a run resumes ("fixed" in files)."""
-        found: Record = {}
-        for section in dataclasses.fields(self):
-            if not section.metadata.get("may_change"):
-                options = getattr(self, section.name)
-                for item in dataclasses.fields(options):
-                    if not item.metadata.get("may_change"):
-                        found[item.name] = getattr(options, item.name)
-        return json.loads(json.dumps(found))  # type: ignore[no-any-return]
+        sections = [getattr(self, s.name) for s in dataclasses.fields(self) if not s.metadata.get("may_change")]
+        fixed = [(o, f.name) for o in sections for f in dataclasses.fields(o) if not f.metadata.get("may_change")]
+        return json.loads(json.dumps({name: getattr(options, name) for options, name in fixed}))  # type: ignore[no-any-return]
 
 
 def resolve_model(name: str, fields: dict[str, Any]) -> EflaConfig:

@@ -10,7 +10,7 @@ import os
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Literal, cast, get_args
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -21,10 +21,8 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from efla.models.loading import choose_device
+from efla.train.config import MachineOptions
 from efla.train.sequence import SequenceGroup, split_sequence
-
-Strategy = Literal["auto", "single", "ddp", "fsdp", "hsdp"]
-STRATEGIES: tuple[Strategy, ...] = get_args(Strategy)
 
 
 @dataclass(frozen=True)
@@ -35,7 +33,7 @@ class Engine:
     """
 
     device: torch.device
-    strategy: Strategy = "single"
+    strategy: str = "single"
     rank: int = 0
     world: int = 1
     mesh: DeviceMesh | None = None
@@ -48,44 +46,31 @@ class Engine:
         return cls(torch.device(device))
 
     @classmethod
-    def start(
-        cls,
-        *,
-        strategy: Strategy = "auto",
-        device: str = "auto",
-        shard_size: int | None = None,
-        sequence_parallel: int = 1,
-        timeout_minutes: float = 30,
-    ) -> Engine:
-        """Join the process group that torchrun describes in the environment, if there is one.
-
-        strategy: "auto" is ddp under torchrun. shard_size: for hsdp, ranks that share one copy of the weights.
-        sequence_parallel: ranks over which each row is split.
-        """
+    def start(cls, options: MachineOptions) -> Engine:
+        """Join the process group that torchrun describes in the environment, if there is one."""
         world = int(os.environ.get("WORLD_SIZE", "1"))
-        check_layout(strategy, world, shard_size, sequence_parallel)
-        chosen = _device(device)
-        if world == 1 and strategy in ("auto", "single"):
-            return cls.alone(chosen)
+        check_layout(options, world)
+        device = _device(options.device)
+        if world == 1 and options.strategy in ("auto", "single"):
+            return cls.alone(device)
         owns_group = not dist.is_initialized()
         if owns_group:
-            if chosen.type == "cuda":
-                torch.cuda.set_device(chosen)
-            timeout = datetime.timedelta(minutes=timeout_minutes)
+            if device.type == "cuda":
+                torch.cuda.set_device(device)
+            timeout = datetime.timedelta(minutes=options.timeout_minutes)
             store, own_rank = _store(timeout)
             size = -1 if store is None else world
-            backend = "cpu:gloo,cuda:nccl" if chosen.type == "cuda" else "gloo"
+            backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
             dist.init_process_group(backend, store=store, rank=own_rank, world_size=size, timeout=timeout)
-        rank = dist.get_rank()
-        resolved: Strategy = "ddp" if strategy == "auto" else strategy
+        strategy = "ddp" if options.strategy == "auto" else options.strategy
         mesh = None
-        if resolved == "fsdp":
-            mesh = init_device_mesh(chosen.type, (world,), mesh_dim_names=("shard",))
-        elif resolved == "hsdp":
-            size = cast(int, shard_size)
-            mesh = init_device_mesh(chosen.type, (world // size, size), mesh_dim_names=("replicate", "shard"))
-        sequence = SequenceGroup.create(sequence_parallel) if sequence_parallel > 1 else None
-        return cls(chosen, resolved, rank, world, mesh, sequence, owns_group)
+        if strategy == "fsdp":
+            mesh = init_device_mesh(device.type, (world,), mesh_dim_names=("shard",))
+        elif strategy == "hsdp":
+            size = cast(int, options.shard_size)
+            mesh = init_device_mesh(device.type, (world // size, size), mesh_dim_names=("replicate", "shard"))
+        sequence = SequenceGroup.create(options.sequence_parallel) if options.sequence_parallel > 1 else None
+        return cls(device, strategy, dist.get_rank(), world, mesh, sequence, owns_group)
 
     @property
     def sequence_world(self) -> int:
@@ -187,20 +172,19 @@ def unwrap(model: nn.Module) -> nn.Module:
     return cast(nn.Module, model.module) if isinstance(model, DistributedDataParallel) else model
 
 
-def check_layout(strategy: str, world: int, shard_size: int | None, sequence_parallel: int) -> None:
+def check_layout(options: MachineOptions, world: int) -> None:
     """Raise an error if the layout does not fit the number of ranks."""
-    if strategy not in STRATEGIES:
-        raise ValueError(f"strategy must be one of {', '.join(STRATEGIES)}, got {strategy!r}")
-    if strategy == "single" and world > 1:
+    if options.strategy == "single" and world > 1:
         raise ValueError(f"strategy 'single' is for one process, but torchrun started {world}; use ddp, fsdp or hsdp")
-    if strategy == "hsdp" and (shard_size is None or world % shard_size):
+    if options.strategy == "hsdp" and (options.shard_size is None or world % options.shard_size):
         raise ValueError(
             f"hsdp needs --shard-size, the ranks that share one copy of the weights, as a divisor of the {world} ranks; "
-            f"got {shard_size}"
+            f"got {options.shard_size}"
         )
-    if sequence_parallel < 1 or world % sequence_parallel:
+    if world % options.sequence_parallel:
         raise ValueError(
-            f"--sequence-parallel must divide the {world} ranks (torchrun's nodes times processes), got {sequence_parallel}"
+            f"--sequence-parallel must divide the {world} ranks (torchrun's nodes times processes), "
+            f"got {options.sequence_parallel}"
         )
 
 

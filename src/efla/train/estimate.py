@@ -3,30 +3,36 @@
 import os
 import time
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 import torch
+import tyro
 
+from efla.errors import unknown_name
 from efla.models import accounting
 from efla.train.config import TrainConfig
 
-# Dense bfloat16 peak of one device in TFLOP/s, from the data sheets.
+# Dense bfloat16 peak in TFLOP/s and memory in GB of one device, from the data sheets.
 DEVICES = {"a100": 312.0, "h100": 989.0, "h200": 989.0, "b200": 2250.0, "l40s": 362.0, "4090": 165.0}
-_UTILISATION = 0.4
-"""Assumed share of a device's peak; a guess, to be replaced by a measurement."""
+MEMORY_GB = {"a100": 80.0, "h100": 80.0, "h200": 141.0, "b200": 180.0, "l40s": 48.0, "4090": 24.0}
 
 
 @dataclass(frozen=True)
 class Machines:
-    """The devices to estimate for. device: "here", or a name of ``DEVICES``."""
+    """The devices to estimate for."""
 
-    device: str = "here"
-    count: int | None = None
-    utilisation: float = _UTILISATION
+    device: Annotated[str, tyro.conf.arg(name="estimate-device")] = "here"
+    """With --dry-run: a device to estimate for (a100, h100, h200, b200, l40s, 4090) instead of this machine."""
+    count: Annotated[int | None, tyro.conf.arg(name="estimate-count")] = None
+    """With --dry-run: number of devices to estimate for; default: the processes that torchrun started, or 1."""
+    utilisation: float = 0.4
+    """With --dry-run: share of the device's peak that training is assumed to reach; a guess, so measure it."""
 
 
 def estimate(config: TrainConfig, machines: Machines) -> dict[str, Any]:
     """Facts and estimates of a run, in the order they are printed."""
+    if machines.device not in ("here", *DEVICES):
+        raise unknown_name("device", machines.device, ("here", *DEVICES))
     model = config.model_config()
     parameters = accounting.count_parameters(model)
     world = machines.count or int(os.environ.get("WORLD_SIZE", "1"))
@@ -41,6 +47,8 @@ def estimate(config: TrainConfig, machines: Machines) -> dict[str, Any]:
     sharded = {"fsdp": world, "hsdp": config.machine.shard_size or 1}.get(config.machine.strategy, 1)
     weights = parameters * 16 / sharded  # float32 weights, gradients and AdamW's two averages
     activations = activation_bytes(config, micro * config.data.length // sequence)
+    needed = round((weights + activations) / 1e9, 2)
+    available = MEMORY_GB.get(machines.device, round(_memory_here() / 1e9, 1))
     schedule = config.schedule()
     corners = {0, schedule.warmup_steps - 1, schedule.warmup_steps, schedule.steps - 1}
     steps = sorted(step for step in corners if 0 <= step < schedule.steps)
@@ -58,8 +66,9 @@ def estimate(config: TrainConfig, machines: Machines) -> dict[str, Any]:
         "micro_batches_a_step": config.data.rows // max(1, world // sequence) // micro,
         "assumed_flops_per_second_and_device": round(peak * machines.utilisation),
         "estimated_hours": round(seconds / 3600, 3),
-        "estimated_memory_gb_per_device": round((weights + activations) / 1e9, 2),
-        "memory_of_this_machine_gb": round(_memory_here() / 1e9, 1),
+        "estimated_memory_gb_per_device": needed,
+        "memory_of_a_device_gb": available,
+        "fits": needed < available,
     }
 
 

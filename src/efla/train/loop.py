@@ -1,10 +1,10 @@
 """A training run: start or resume, train, validate, sample, save, and export the model."""
 
-import os
+import math
+import textwrap
 import time
-from collections import deque
 from collections.abc import Generator
-from concurrent.futures import BrokenExecutor, Future, ThreadPoolExecutor
+from concurrent.futures import BrokenExecutor, ThreadPoolExecutor
 from contextlib import closing, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +14,7 @@ import torch
 from rich.console import Console
 from torch import Tensor, nn
 
+from efla.data.prepare import PrepareConfig, map_ahead
 from efla.data.sampling import RowSampler
 from efla.data.source import TextData, open_data, prepare_source, source_kind
 from efla.data.tokenizers import TextTokenizer, load_tokenizer
@@ -25,7 +26,7 @@ from efla.train.config import TrainConfig
 from efla.train.engine import Engine
 from efla.train.export import export, sample
 from efla.train.optimizer import build_optimizer
-from efla.train.output import MetricsLog, check_resumable, open_output
+from efla.train.output import MetricsLog, check_resumable, open_output, read_metrics, si
 from efla.train.step import StepResult, Validation, train_step, validate
 
 MODEL, CHECKPOINTS, DATA = "model", "checkpoints", "data"
@@ -46,13 +47,7 @@ def run(config: TrainConfig, output: Path, *, console: Console | None = None) ->
     """Train into ``output``, or resume the run there; under torchrun, together with the other ranks."""
     if config.machine.threads is not None:
         torch.set_num_threads(config.machine.threads)
-    engine = Engine.start(
-        strategy=config.machine.strategy,
-        device=config.machine.device,
-        shard_size=config.machine.shard_size,
-        sequence_parallel=config.machine.sequence_parallel,
-        timeout_minutes=config.machine.timeout_minutes,
-    )
+    engine = Engine.start(config.machine)
     try:
         with Interruption() as asked, open_output(output, config) if engine.is_main else nullcontext():
             engine.barrier()
@@ -87,7 +82,11 @@ class Run:
         self.micro_rows = config.micro_rows(engine.data_world)
         self.data = self._open_data()
         self.tokenizer: TextTokenizer = load_tokenizer(self.data.tokenizer)
-        self.bos_token = self.data.bos_token if config.data.documents == "reset" else None
+        self.unit = "byte" if self.tokenizer.name == "bytes" else "token"
+        bos_token = self.data.bos_token if config.data.documents == "reset" else None
+        self.scoring: dict[str, Any] = {
+            "bos_token": bos_token, "precision": config.optimizer.precision, "engine": engine
+        }  # fmt: skip
         self.sampler = RowSampler(
             self.data.train, config.data.length, config.data.rows, config.optimizer.seed, config.data.order
         )
@@ -104,14 +103,16 @@ class Run:
         self._resume()
         self.metrics: MetricsLog | None = None
         if engine.is_main:
-            self.metrics = MetricsLog(output, self.step, tensorboard=config.watch.tensorboard)
+            watch = config.watch
+            self.metrics = MetricsLog(output, self.step, tensorboard=watch.tensorboard, wandb=watch.wandb)
 
     def train(self) -> Outcome:
         """Run the remaining steps; stops early after a signal."""
         schedule, steps = self.config.schedule(), self.config.optimizer.steps
         self._log("start", world=self.engine.world, strategy=self.engine.strategy, data=self.data.digest)
         with Bars(self.console) as self.bars, closing(self._batches()) as batches:
-            self.bars.line(self._greeting())
+            for line in self._greeting():
+                self.bars.line(line)
             self.first_step, self.started = self.step, time.monotonic()
             stopped = self._is_enough() or self._is_asked()
             while self.step < steps and not stopped:
@@ -124,10 +125,8 @@ class Run:
                     batch.split(self.micro_rows),
                     rate=rate,
                     clip=self.config.optimizer.clip,
-                    bos_token=self.bos_token,
-                    precision=self.config.optimizer.precision,
-                    engine=self.engine,
                     stop=lambda: self.asked.signal is not None,
+                    **self.scoring,
                 )
                 self.step += 1
                 self._after_step(result, rate, time.perf_counter() - start)
@@ -142,20 +141,16 @@ class Run:
                 return Outcome(self.step, self.validation, self.skipped, code)
             export(self.model, self.tokenizer, self.output / MODEL, self.engine)
             self._log("end", why="finished")
-            self.bars.line(f"finished: {self.output / MODEL}")
+            for line in self._summary():
+                self.bars.line(line)
         return Outcome(self.step, self.validation, self.skipped, 0, finished=True)
 
     def _batches(self) -> Generator[Tensor, None, None]:
         """This rank's rows of the remaining steps, read one step ahead."""
         rank, world = self.engine.data_rank, self.engine.data_world
+        steps = range(self.step, self.config.optimizer.steps)
         with ThreadPoolExecutor(1) as pool:
-            waiting = deque[Future[Tensor]]()
-            for step in range(self.step, self.config.optimizer.steps):
-                waiting.append(pool.submit(self.sampler.batch, step, rank, world))
-                if len(waiting) > 1:
-                    yield waiting.popleft().result()
-            while waiting:
-                yield waiting.popleft().result()
+            yield from map_ahead(pool, lambda step: self.sampler.batch(step, rank, world), steps, ahead=1)
 
     def close(self) -> None:
         if self.metrics is not None:
@@ -186,8 +181,8 @@ class Run:
         if policy.nonfinite == "stop" or self.skipped > policy.max_skipped:
             last = self.checkpoints.saved()
             where = f"the last good checkpoint is {last[-1]}" if last else "no checkpoint has been saved"
-            count = f", {self.skipped} such steps (--max-skipped {policy.max_skipped})"
-            reason = "" if policy.nonfinite == "stop" else count
+            too_many = f", {self.skipped} such steps (--max-skipped {policy.max_skipped})"
+            reason = "" if policy.nonfinite == "stop" else too_many
             self._log("end", why="not finite")
             raise RuntimeError(
                 f"{what}{reason}; stopped before the weights changed, {where}. Lower --peak-rate, or check the data"
@@ -197,12 +192,11 @@ class Run:
     def _show_step(self, loss: float, rate: float, tokens_per_second: float) -> None:
         steps = self.config.optimizer.steps
         left = (time.monotonic() - self.started) / (self.step - self.first_step) * (steps - self.step)
-        text = (
-            f"step {self.step:,}/{steps:,}  loss {loss:.3f}  rate {rate:.1e}  {tokens_per_second:,.0f} tokens/s  "
-            f"{max_memory_gb(self.engine.device):.2f} GB  about {clock(left)} left"
+        speed = si(tokens_per_second, "tokens/s")
+        self.bars.update("", self.step, steps, f"{self.step:,}/{steps:,}  loss {loss:.3f}  {speed}  {clock(left)} left")
+        self.bars.line_now_and_then(
+            f"step {self.step:,}/{steps:,}  loss {loss:.3f}  rate {rate:.1e}  {speed}  {clock(left)} left"
         )
-        self.bars.update("training", self.step, steps, text)
-        self.bars.line_now_and_then(text)
 
     def _at_intervals(self, *, last: bool) -> None:
         watch = self.config.watch
@@ -222,15 +216,12 @@ class Run:
             length=self.config.data.length,
             rows=self.micro_rows,
             limit=self.config.watch.validation_tokens or None,
-            bos_token=self.bos_token,
-            precision=self.config.optimizer.precision,
-            engine=self.engine,
+            **self.scoring,
         )
         self.validation = found
         bits = found.bits_per_token
         self._log("validation", loss=found.loss, bits_per_token=bits, perplexity=found.perplexity, tokens=found.tokens)
-        unit = "byte" if self.tokenizer.name == "bytes" else "token"
-        self.bars.line(f"step {self.step:,}: validation loss {found.loss:.4f}, {bits:.4f} bits per {unit}")
+        self.bars.line(f"step {self.step:,}: validation loss {found.loss:.4f}, {bits:.4f} bits per {self.unit}")
 
     def _sample(self) -> None:
         watch = self.config.watch
@@ -244,7 +235,7 @@ class Run:
         )
         if text is not None:
             self._log("sample", prompt=watch.sample_prompt, text=text)
-            self.bars.line(f"step {self.step:,}: {watch.sample_prompt}{text}")
+            self.bars.line(textwrap.fill(f"step {self.step:,}: {watch.sample_prompt}{text}", 80))
 
     def _save(self, *, wait: bool) -> None:
         if self.saved_at == self.step:
@@ -267,14 +258,19 @@ class Run:
         self.step, self.skipped, self.saved_at = state["step"], state["skipped"], state["step"]
 
     def _open_data(self) -> TextData:
-        options = self.config.data
-        folder = None
+        """The tokens of ``--data``; text is first tokenized into the output folder. A signal stops that; it resumes."""
+        options, folder = self.config.data, None
         if source_kind(options.data) == "text":
             folder = self.output / DATA
             if self.engine.is_main:
                 if self.console is not None:
                     self.console.print(f"preparing {options.data} into {folder}", highlight=False)
-                self._prepare(folder)
+                text = PrepareConfig(sources=(options.data,), tokenizer=options.tokenizer, column=options.column)
+                try:
+                    prepare_source(text, folder, max_tokens=self.config.total_tokens, watch=self._stop_on_signal)
+                except (Stopped, BrokenExecutor):  # the signal may have ended the workers as well
+                    if self.asked.signal is None:
+                        raise
             if self._is_asked():
                 raise Stopped
         verify = options.verify_data and self.engine.is_main
@@ -282,27 +278,9 @@ class Run:
         self.engine.barrier()
         return data
 
-    def _prepare(self, folder: Path) -> None:
-        """Tokenize the text into ``folder``; a signal stops it, and the next start resumes."""
-        options = self.config.data
-        workers = 1 if options.tokenizer == "bytes" else os.cpu_count() or 1
-
-        def stop_on_signal(**progress: int) -> None:
-            if self.asked.signal is not None:
-                raise Stopped
-
-        try:
-            prepare_source(
-                options.data,
-                options.tokenizer,
-                folder,
-                max_tokens=self.config.total_tokens,
-                watch=stop_on_signal,
-                workers=workers,
-            )
-        except (Stopped, BrokenExecutor):  # the signal may have ended the workers as well
-            if self.asked.signal is None:
-                raise
+    def _stop_on_signal(self, **progress: int) -> None:
+        if self.asked.signal is not None:
+            raise Stopped
 
     def _build_model(self) -> nn.Module:
         """A model with the same weights on every rank: from the seed, or from a model folder."""
@@ -325,15 +303,30 @@ class Run:
             model.gradient_checkpointing_enable({"use_reentrant": False})
         return model  # type: ignore[no-any-return]
 
-    def _greeting(self) -> str:
+    def _greeting(self) -> list[str]:
         parameters = sum(p.numel() for p in self.model.parameters())
         where = f"{self.engine.world} x {self.engine.device.type}, {self.engine.strategy}"
         begin = "from the start" if self.step == 0 else f"from step {self.step:,}"
-        return (
-            f"{self.config.model.model}: {parameters:,} parameters on {self.data.name} "
-            f"({len(self.data.train):,} tokens), {self.config.optimizer.steps:,} steps of "
-            f"{self.config.tokens_per_step:,} tokens, {where}, {begin}"
-        )
+        return [
+            f"{self.config.model.model}: {parameters:,} parameters on {self.data.name} ({len(self.data.train):,} tokens)",
+            f"{self.config.optimizer.steps:,} steps of {self.config.tokens_per_step:,} tokens, {where}, {begin}",
+        ]
+
+    def _summary(self) -> list[str]:
+        """A table of at most eight validations, and the cost of the run."""
+        rows = read_metrics(self.output) if self.engine.is_main else []
+        steps = {row["step"]: row for row in rows if row["event"] == "step"}
+        found = [row for row in rows if row["event"] == "validation"]
+        every = max(1, math.ceil(len(found) / 8))
+        headings = ("step", "training loss", "validation loss", f"bits per {self.unit}")
+        lines = ["".join(f"{heading:>17}" for heading in headings)] if found else []
+        for row in found[(len(found) - 1) % every :: every]:
+            values = (steps[row["step"]]["loss"], row["loss"], row["bits_per_token"])
+            lines.append(f"{row['step']:>17,}" + "".join(f"{float(value):>17.4f}" for value in values))
+        seconds, tokens = sum(row["seconds"] for row in steps.values()), self.step * self.config.tokens_per_step
+        speed, memory = si(tokens / max(seconds, 1e-9), "tokens/s"), max_memory_gb(self.engine.device)
+        skipped = f", {self.skipped} steps skipped" if self.skipped else ""
+        return [*lines, f"{si(tokens, 'tokens')} in {clock(seconds)}, {speed}, {memory:.2f} GB{skipped}"]
 
     def _is_enough(self) -> bool:
         limit = self.config.watch.stop_after

@@ -6,8 +6,8 @@
     model/           the result, in the format of transformers
     data/            tokens of text that was not prepared before
 
-The metrics are the source of truth; the display and TensorBoard show the same numbers. Every row has ``event`` and
-``step``, the number of steps done so far:
+The metrics are the source of truth; the display, TensorBoard and Weights & Biases show the same numbers. Every row has
+``event`` and ``step``, the number of steps done so far:
 
     start       a process started or resumed at this step
     step        loss (nats), norm, rate, tokens so far, seconds, tokens_per_second, applied
@@ -17,8 +17,10 @@ The metrics are the source of truth; the display and TensorBoard show the same n
 """
 
 import json
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -69,30 +71,65 @@ def check_resumable(there: Record, config: TrainConfig, path: Path) -> None:
 
 
 class MetricsLog:
-    """Appends rows to ``metrics.jsonl``, and optionally to TensorBoard's files.
+    """Appends rows to ``metrics.jsonl``, and sends them to TensorBoard and Weights & Biases if asked to.
 
     Opening it drops the rows after ``step``, where the run resumes: they are computed again.
     """
 
-    def __init__(self, folder: Path, step: int, *, tensorboard: bool = False) -> None:
+    def __init__(self, folder: Path, step: int, *, tensorboard: bool = False, wandb: bool = False) -> None:
         self._log = JsonLog(folder / METRICS)
         if self._log.file.exists():
             self._log.keep(line for line, row in self._log.read() if _is_row(row) and row["step"] <= step)
-        self._board: Any = _board(folder / "tensorboard") if tensorboard else None
+        self._boards: list[_TensorBoard | _Wandb] = [_TensorBoard(folder)] if tensorboard else []
+        self._boards += [_Wandb(folder)] if wandb else []
 
     def write(self, event: str, step: int, **values: Any) -> None:
         """Write one row."""
         self._log.append([{"event": event, "step": step, **values}], sync=False)
-        if self._board is not None:
-            for name, value in values.items():
-                if isinstance(value, (int, float)) and not isinstance(value, bool):
-                    self._board.add_scalar(f"{event}/{name}", value, step)
-                elif event == "sample" and name == "text":
-                    self._board.add_text("sample", value, step)
+        numbers = {
+            f"{event}/{name}": value
+            for name, value in values.items()
+            if isinstance(value, (int, float)) and not isinstance(value, bool)
+        }
+        for board in self._boards:
+            board.write(numbers, values["text"] if event == "sample" else None, step)
 
     def close(self) -> None:
-        if self._board is not None:
-            self._board.close()
+        for board in self._boards:
+            board.close()
+
+
+class _TensorBoard:
+    def __init__(self, folder: Path) -> None:
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError:
+            raise RuntimeError("--tensorboard needs the package tensorboard: pip install 'efla[train]'") from None
+        self._writer: Any = SummaryWriter(str(folder / "tensorboard"))
+        self.close = self._writer.close
+
+    def write(self, numbers: dict[str, float], sample: str | None, step: int) -> None:
+        for name, value in numbers.items():
+            self._writer.add_scalar(name, value, step)
+        if sample is not None:
+            self._writer.add_text("sample", sample, step)
+
+
+class _Wandb:
+    """A run of Weights & Biases in the project of WANDB_PROJECT, default "efla"; a resumed run continues it."""
+
+    def __init__(self, folder: Path) -> None:
+        try:
+            wandb: Any = import_module("wandb")
+        except ImportError:
+            raise RuntimeError("--wandb needs the package wandb: pip install wandb, then wandb login") from None
+        project = os.environ.get("WANDB_PROJECT", "efla")
+        config = json.loads((folder / CONFIG).read_text()) if (folder / CONFIG).exists() else None
+        self._run = wandb.init(project=project, name=folder.name, dir=str(folder), config=config, resume="auto")
+        self.close = self._run.finish
+
+    def write(self, numbers: dict[str, float], sample: str | None, step: int) -> None:
+        self._run.log({**numbers, **({} if sample is None else {"sample": sample})}, step=step)
 
 
 def read_metrics(folder: Path) -> list[Record]:
@@ -107,9 +144,9 @@ def _is_row(row: Any) -> bool:
     return isinstance(row, dict) and isinstance(row.get("step"), int)
 
 
-def _board(folder: Path) -> Any:
-    try:
-        from torch.utils.tensorboard import SummaryWriter
-    except ImportError:
-        raise RuntimeError("--tensorboard needs the package tensorboard: pip install 'efla[train]'") from None
-    return SummaryWriter(str(folder))
+def si(value: float, unit: str = "") -> str:
+    """A number with three digits and a prefix: ``12.3 k``, ``4.56 TFLOP``."""
+    for power, prefix in ((18, "E"), (15, "P"), (12, "T"), (9, "G"), (6, "M"), (3, "k")):
+        if abs(value) >= 0.9995 * 10**power:
+            return f"{value / 10**power:.3g} {prefix}{unit}"
+    return f"{value:.3g} {unit}".strip()

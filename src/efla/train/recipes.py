@@ -6,6 +6,9 @@ MODEL-1.3b-paper       1,024 rows of 2,048 tokens, 23,842 steps: 50.0 billion to
 ARM-quick, ARM-full    the CPU experiments of `efla reproduce lm`
 """
 
+from collections.abc import Callable
+from functools import partial
+
 from efla.errors import unknown_name
 from efla.models import presets
 from efla.train.config import DataOptions, MachineOptions, ModelOptions, OptimizerOptions, TrainConfig, WatchOptions
@@ -14,26 +17,6 @@ _MODELS = [name.removesuffix("-tiny") for name in presets.names() if name.endswi
 # Rows of 2,048 tokens per step, steps, and rows per forward pass on an 80 GB device.
 _PAPER = {"340m": (512, 7_629, 16), "1.3b": (1_024, 23_842, 8)}
 _SLIMPAJAMA = "hf:cerebras/SlimPajama-627B"
-
-
-def names() -> list[str]:
-    """Names of all recipes."""
-    tiny = ["tiny", *(f"{model}-tiny" for model in _MODELS)]
-    paper = [f"{model}-{size}-paper" for size in _PAPER for model in _MODELS]
-    return [*tiny, *(f"{arm}-{profile}" for profile in ("quick", "full") for arm in presets.arms()), *paper]
-
-
-def get(name: str) -> TrainConfig:
-    """The config of that name."""
-    if name not in names():
-        raise unknown_name("recipe", name, names())
-    if name == "tiny":
-        return tiny("efla-tiny")
-    if name.endswith("-tiny"):
-        return tiny(name)
-    if name.endswith("-paper"):
-        return paper(*name.removesuffix("-paper").rsplit("-", 1))
-    return cpu_protocol(*name.rsplit("-", 1))
 
 
 def tiny(preset: str) -> TrainConfig:
@@ -86,3 +69,23 @@ def cpu_protocol(arm: str, profile: str) -> TrainConfig:
             save_every=validate_every, validate_every=validate_every, validation_tokens=validation_tokens
         ),
     )
+
+
+_RECIPES: dict[str, Callable[[], TrainConfig]] = {
+    "tiny": partial(tiny, "efla-tiny"),
+    **{f"{model}-tiny": partial(tiny, f"{model}-tiny") for model in _MODELS},
+    **{f"{arm}-{p}": partial(cpu_protocol, arm, p) for p in ("quick", "full") for arm in presets.arms()},
+    **{f"{model}-{size}-paper": partial(paper, model, size) for size in _PAPER for model in _MODELS},
+}
+
+
+def names() -> list[str]:
+    """Names of all recipes."""
+    return list(_RECIPES)
+
+
+def get(name: str) -> TrainConfig:
+    """The config of that name."""
+    if name not in _RECIPES:
+        raise unknown_name("recipe", name, _RECIPES)
+    return _RECIPES[name]()
