@@ -215,14 +215,19 @@ def test_the_command_prints_the_table_and_compares(evaluated, folders, capsys):
     efla, softmax = models_of(folders, "efla", "softmax")
     assert cli.main(["eval", "--compare", efla, softmax, *data]) == 0
     shown = capsys.readouterr().out
-    assert "Hella." in shown and "paper:" in shown and "95 % interval" in shown
+    assert "Hella." in shown and "DeltaNet" in shown and "95 % interval" in shown
+    assert shown.splitlines()[-1] == f"next:  efla report {evaluated}"
     assert "chance" in (evaluated / "table.md").read_text()
     found = json.loads((evaluated / "comparison.json").read_text())
     assert found["a"] == "efla" and "mean" in found["differences"]
     wiki = found["differences"]["wikitext"]
     assert wiki["low"] <= wiki["b_minus_a"] <= wiki["high"]
     assert cli.main(["eval", "--output", str(evaluated), "--paper", "none"]) == 0  # what is there already
-    assert "paper:" not in capsys.readouterr().out
+    assert "DeltaNet" not in capsys.readouterr().out
+    assert cli.main(["eval", "--output", str(evaluated), "--json", "--quiet"]) == 0
+    assert [json.loads(line) for line in capsys.readouterr().out.splitlines()] == read_rows(evaluated)
+    assert cli.main(["eval", "--compare", efla, softmax, "--json", *data]) == 1
+    assert "--compare would do nothing with --json" in capsys.readouterr().err
 
 
 def test_the_report_has_a_section_on_the_evaluation(evaluated, tmp_path):

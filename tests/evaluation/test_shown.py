@@ -73,8 +73,8 @@ TABLE = """\
 | mean of the 9 | 31.9 | 30.00 ± 0.33 | **41.00 ± 0.33** | 50.47 | 51.74 |
 | average as printed |  |  |  | 50.5 | 51.8 |
 | Wiki. bits/byte |  | **1.550 ± 0.010** | 1.660 ± 0.010 |  |  |
-| Wiki. ppl, state carried |  | – | 1.23e+06 ± 0.01 |  |  |
-| Wiki. bits/byte, state carried |  | – | not finite |  |  |
+| Wiki. ppl, carried |  | – | 1.23e+06 ± 0.01 |  |  |
+| Wiki. bits, carried |  | – | not finite |  |  |
 | LMB. bits/byte |  | **1.550 ± 0.010** | 1.660 ± 0.010 |  |  |
 | gsm8k exact_match |  | 0.25 ± 0.01 | – |  |  |
 
@@ -91,15 +91,23 @@ def test_the_whole_table_as_it_is_written():
 def test_the_table_on_a_terminal_has_the_same_cells():
     table = result_table(table_rows(), "1.3B")
     shown = terminal(table)
-    assert shown.title == "lm-evaluation-harness, zero-shot"
-    assert shown.caption == "\n".join(table.notes)
-    headings = ["", "chance", "one", "two", "paper:\nDeltaNet\n1.3B", "paper:\nEFLA\n1.3B"]
+    assert shown.caption == "\n".join(table.notes[:2]), "short notes only"
+    headings = ["", "chance", "one", "two", "DeltaNet\n1.3B", "EFLA\n1.3B"]
     assert [str(column.header) for column in shown.columns] == headings
     assert [column.justify for column in shown.columns] == ["left", *["right"] * 5]
     for index, column in enumerate(shown.columns):
         assert [(text.plain, text.style == "bold") for text in column.cells] == [
             (line[index].text, line[index].is_best) for line in table.lines
         ]
+
+
+def test_the_table_of_one_model_fits_a_terminal():
+    rows = [row for row in table_rows() if row["model"] == "two" and row["task"] != CARRIED]
+    rows.append(cell("two", CARRIED, word_perplexity=123.0, bits_per_byte=1.0))
+    out = io.StringIO()
+    Console(file=out, width=200).print(terminal(result_table(rows, "340M")))
+    lines = [line.rstrip() for line in out.getvalue().splitlines()]
+    assert len(lines) <= 23 and max(map(len, lines)) <= 80
 
 
 @pytest.mark.parametrize(

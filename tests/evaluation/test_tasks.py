@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import re
 from pathlib import Path
@@ -217,22 +218,18 @@ def test_the_harness_is_quiet_only_inside():
     import logging
 
     import lm_eval.api.task
+    from datasets.utils import tqdm as datasets_tqdm
 
-    logger, bar = logging.getLogger("lm-eval"), lm_eval.api.task.tqdm
+    logger = logging.getLogger("lm-eval")
     level = logger.level
-    datasets.enable_progress_bars()
     with tasks.silence_lm_eval():
         assert logger.level == logging.ERROR
         assert list(lm_eval.api.task.tqdm([1, 2])) == [1, 2]
         assert lm_eval.api.task.tqdm([1]).disable
-        assert datasets.are_progress_bars_disabled()
-    assert (logger.level, lm_eval.api.task.tqdm) == (level, bar)
-    assert not datasets.are_progress_bars_disabled()
-    datasets.disable_progress_bars()
-    with tasks.silence_lm_eval():
-        pass
-    assert datasets.are_progress_bars_disabled(), "what was off stays off"
-    datasets.enable_progress_bars()
+        assert lm_eval.api.task.tqdm([1], disable=False).disable
+        assert datasets_tqdm([1]).disable
+    assert logger.level == level
+    assert not lm_eval.api.task.tqdm([1], file=io.StringIO()).disable
 
 
 def test_without_files_and_without_network_the_error_says_what_is_missing(monkeypatch):

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+import torch
 import tyro
 from rich.console import Console
 from rich.measure import Measurement
@@ -22,17 +23,21 @@ from efla.runs.records import Record, dumps
 from efla.runs.rows import write_atomically
 
 _SETTINGS, _LENGTH_SETTINGS = EvaluationSettings(), LengthSettings()
+_OUTPUT = tyro.conf.arg(help_behavior_hint="(default: runs/eval, with --length runs/eval-length)")
 
 
 def eval(
     models: Annotated[tuple[str, ...], tyro.conf.Positional] = (),
     /,
     settings: Annotated[EvaluationSettings, tyro.conf.arg(name="")] = _SETTINGS,
-    output: Path | None = None,
+    output: Annotated[Path | None, _OUTPUT] = None,
     compare: tuple[str, str] | None = None,
     paper: Literal["none", "340M", "1.3B", "both"] = "340M",
     length: bool = False,
     length_settings: Annotated[LengthSettings, tyro.conf.arg(name="")] = _LENGTH_SETTINGS,
+    threads: int | None = None,
+    quiet: bool = False,
+    json: bool = False,
 ) -> int:
     """Evaluate models zero-shot and print the paper's table, compare two models, or measure long contexts.
 
@@ -42,11 +47,14 @@ def eval(
     Args:
         models: Folders written by save_pretrained or efla train, or names on the hub. Without any, --output is shown.
         settings: Tasks and models.
-        output: Folder for rows, items and the harness's results (default: runs/eval, with --length runs/eval-length).
+        output: Folder for rows, items and the harness's results.
         compare: Two models A B: evaluate both and show B - A of each column with a 95 % interval (paired bootstrap over items).
         paper: The paper's models to print beside the results.
         length: Measure loss by position and associative recall (MQAR) instead of the tasks.
         length_settings: Long contexts.
+        threads: CPU threads; default: torch's.
+        quiet: Print results only, no progress.
+        json: Print the folder's rows as JSON lines instead of tables.
     """
     if length:
         given = _changed(settings, ("tasks", "limit", "max_length", "samples"))
@@ -55,23 +63,30 @@ def eval(
     else:
         fields = [field.name for field in dataclasses.fields(length_settings)]
         refuse_ignored(_changed(length_settings, fields), "without --length")
+    refuse_ignored({"compare": json and compare is not None}, "with --json")
     chosen = list(dict.fromkeys([*models, *(compare or ())]))
     settings = dataclasses.replace(settings, data=data_folder(settings.data))
     folder = output or Path("runs/eval-length" if length else "runs/eval")
     if chosen and not length:
         require_lm_eval()
     evaluation = LengthEvaluation(settings, length_settings) if length else TaskEvaluation(settings)
-    rows = evaluation.evaluate(chosen, folder, Console(stderr=True))
+    if threads is not None:
+        torch.set_num_threads(threads)
+    rows = evaluation.evaluate(chosen, folder, Console(stderr=True, quiet=quiet))
+    if json:
+        print("\n".join(map(dumps, rows)))
+        return 0
     if length:
         show_length(rows, folder, Console())
         return 0
     table = result_table(rows, paper)
     print_whole(terminal(table))
     write_atomically(folder / "table.md", (markdown(table) + "\n").encode())
-    print(f"rows, items, lm_eval/ and table.md: {folder.resolve()}")
     if compare is not None:
         names = names_of(chosen)
         _compare(rows, names[compare[0]], names[compare[1]], folder)
+    print(f"files: {folder}/ (rows.jsonl, items/, lm_eval/, table.md)")
+    print(f"next:  efla report {folder}")
     return 0
 
 

@@ -1,5 +1,6 @@
 """``efla train`` and ``efla prepare``: train a model by a recipe, here or under torchrun; tokenise text for it."""
 
+import argparse
 import inspect
 import json as json_format
 import os
@@ -109,17 +110,14 @@ def _shown(key: str, value: Any) -> str:
 
 
 def _recipe_name(arguments: list[str]) -> str:
-    found = []
-    for place, argument in enumerate(arguments):
-        if argument == "--recipe":
-            if place + 1 == len(arguments):
-                raise ValueError(f"--recipe needs a name: {', '.join(recipes.names())}")
-            found.append(arguments[place + 1])
-        if argument.startswith("--recipe="):
-            found.append(argument.partition("=")[2])
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--recipe", nargs="?", action="append")
+    found = parser.parse_known_args(arguments)[0].recipe or [_DEFAULT]
+    if found[0] is None:
+        raise ValueError(f"--recipe needs a name: {', '.join(recipes.names())}")
     if len(found) > 1:
-        raise ValueError(f"--recipe was given {len(found)} times ({', '.join(found)}); give it once")
-    return found[0] if found else _DEFAULT
+        raise ValueError(f"--recipe was given {len(found)} times; give it once")
+    return str(found[0])
 
 
 def _is_main() -> bool:

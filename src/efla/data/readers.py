@@ -12,10 +12,13 @@ from typing import IO, Any
 from efla.data.files import COMPRESSED, decompress, json_lines, named_damage
 
 HUB = "hf:"
-TEXT = (".txt", ".text", ".md", ".rst")
-LINES = (".jsonl", ".ndjson", ".json")
-TABLES = (".parquet",)
-ARCHIVES = (".tar", ".tgz", ".txz")
+KINDS = {
+    "text": (".txt", ".text", ".md", ".rst"),
+    "lines": (".jsonl", ".ndjson", ".json"),
+    "table": (".parquet",),
+    "tar": (".tar", ".tgz", ".txz"),
+}
+_KNOWN = f"{', '.join(sum(KINDS.values(), ()))}, with or without {', '.join(COMPRESSED)}"
 
 
 def list_files(paths: Iterable[Path]) -> list[Path]:
@@ -28,12 +31,12 @@ def list_files(paths: Iterable[Path]) -> list[Path]:
         if path.is_dir():
             found = sorted(file for file in path.rglob("*") if file.is_file() and file_kind(file.name) is not None)
             if not found:
-                raise FileNotFoundError(f"no text in {path}: expected files ending in {_known()}")
+                raise FileNotFoundError(f"no text in {path}: expected files ending in {_KNOWN}")
             files += found
         elif not path.exists():
             raise FileNotFoundError(f"no such file or folder: {path}")
         elif file_kind(path.name) is None:
-            raise ValueError(f"{path}: cannot tell its kind from its name; expected one ending in {_known()}")
+            raise ValueError(f"{path}: cannot tell its kind from its name; expected one ending in {_KNOWN}")
         else:
             files.append(path)
     return files
@@ -43,10 +46,7 @@ def file_kind(name: str) -> str | None:
     """The kind of a file by its suffix: "text", "lines", "table", "tar", or ``None`` if unknown."""
     plain = name[: name.rindex(".")] if name.lower().endswith(COMPRESSED) else name
     suffix = Path(plain).suffix.lower()
-    for kind, suffixes in (("text", TEXT), ("lines", LINES), ("table", TABLES), ("tar", ARCHIVES)):
-        if suffix in suffixes:
-            return kind
-    return None
+    return next((kind for kind, suffixes in KINDS.items() if suffix in suffixes), None)
 
 
 def read_documents(file: Path, column: str = "text") -> Iterator[str]:
@@ -131,7 +131,3 @@ def _decode(label: str, data: bytes) -> str:
         return data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise ValueError(f"{label} is not UTF-8 (byte {error.start}); convert it first") from None
-
-
-def _known() -> str:
-    return f"{', '.join((*TEXT, *LINES, *TABLES, *ARCHIVES))}, with or without {', '.join(COMPRESSED)}"

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import numpy as np
-import tyro
 from numpy.typing import NDArray
 from rich.console import Console
 from rich.table import Table
@@ -42,7 +41,8 @@ class LengthSettings:
     recall_steps: Annotated[int, Minimum(0)] = 0
     """--length: first train a copy of each model on recall for so many steps. With 0, expect chance from models that were
     trained on text alone."""
-    seed: tyro.conf.Suppress[int] = 0
+    seed: int = 0
+    """--length: seed of the recall sequences and of training on them."""
 
     def __post_init__(self) -> None:
         check_fields(self)

@@ -45,8 +45,8 @@ ACCURACIES = tuple(column for column in COLUMNS if column.is_accuracy)
 CARRIED = "wikitext_carried"
 EXTRA_COLUMNS = (
     Column("wikitext_bits", "Wiki. bits/byte", "wikitext", "bits_per_byte", 1.0, None, True, False),
-    Column("carried", "Wiki. ppl, state carried", CARRIED, "word_perplexity", 1.0, None, True, False),
-    Column("carried_bits", "Wiki. bits/byte, state carried", CARRIED, "bits_per_byte", 1.0, None, True, False),
+    Column("carried", "Wiki. ppl, carried", CARRIED, "word_perplexity", 1.0, None, True, False),
+    Column("carried_bits", "Wiki. bits, carried", CARRIED, "bits_per_byte", 1.0, None, True, False),
     Column("lambada_bits", "LMB. bits/byte", "lambada_openai", "bits_per_byte", 1.0, None, True, False),
 )
 """Not in the paper's table: bits per byte, and WikiText with the state carried over windows."""
@@ -220,13 +220,16 @@ def markdown(table: ResultTable) -> str:
 
 
 def terminal(table: ResultTable) -> Any:
-    """The table for a rich console."""
+    """The table for a rich console, as narrow and short as it can be; the Markdown has all notes."""
+    from rich import box
     from rich.table import Table
     from rich.text import Text
 
-    shown = Table(title="lm-evaluation-harness, zero-shot", caption="\n".join(table.notes), caption_justify="left")
+    notes = "\n".join(note for note in table.notes if len(note) <= 100)
+    style: dict[str, Any] = {"box": box.SIMPLE_HEAD, "padding": 0, "show_edge": False, "caption_justify": "left"}
+    shown = Table(title="zero-shot; columns with a size are the paper's models", caption=notes, **style)
     for index, heading in enumerate(table.headings):
-        words = heading.replace("paper: ", "paper:\n").replace(" 340M", "\n340M").replace(" 1.3B", "\n1.3B")
+        words = heading.removeprefix("paper: ").replace(" ", "\n") if heading.startswith("paper: ") else heading
         shown.add_column(Text(words), justify="left" if index == 0 else "right", no_wrap=True)
     for line in table.lines:
         shown.add_row(*(Text(cell.text, style="bold" if cell.is_best else "") for cell in line))

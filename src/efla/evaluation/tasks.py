@@ -7,7 +7,7 @@ NAME, NAME.xz or NAME.gz.
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -126,29 +126,20 @@ def _hub_error(name: str, error: Exception, where: str, advice: str) -> RuntimeE
 
 @contextmanager
 def silence_lm_eval() -> Iterator[None]:
-    """Hide the harness's progress bars and its log messages below errors."""
-    import datasets
-    import lm_eval.api.task
-    import lm_eval.models.huggingface
-
-    modules: list[Any] = [lm_eval.api.task, lm_eval.models.huggingface, lm_eval.api.model]
-    with ExitStack() as restore:
-        for logger in (logging.getLogger("lm_eval"), logging.getLogger("lm-eval")):
-            restore.callback(logger.setLevel, logger.level)
-            logger.setLevel(logging.ERROR)
-        for module in modules:
-            restore.callback(setattr, module, "tqdm", module.tqdm)
-            module.tqdm = _disabled_tqdm
-        if not datasets.are_progress_bars_disabled():
-            restore.callback(datasets.enable_progress_bars)
-            datasets.disable_progress_bars()
-        yield
-
-
-def _disabled_tqdm(*args: Any, **kwargs: Any) -> Any:
+    """Hide the progress bars of the harness and its log messages below errors."""
     from tqdm import tqdm
 
-    return tqdm(*args, **{**kwargs, "disable": True})
+    start = tqdm.__init__
+    loggers = {name: logging.getLogger(name).level for name in ("lm_eval", "lm-eval")}
+    try:
+        tqdm.__init__ = lambda self, *args, **kwargs: start(self, *args, **{**kwargs, "disable": True})
+        for name in loggers:
+            logging.getLogger(name).setLevel(logging.ERROR)
+        yield
+    finally:
+        tqdm.__init__ = start
+        for name, level in loggers.items():
+            logging.getLogger(name).setLevel(level)
 
 
 def local_records(task: str, data: Path, limit: int | None = None) -> list[Record]:

@@ -14,7 +14,7 @@ from typing import Any, cast
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
@@ -138,10 +138,6 @@ class Engine:
             return number
         return round(self.all_reduce_sum([float(number)])[0] / self.sequence_world)
 
-    def sequence_part(self, rows: Tensor) -> Tensor:
-        """This rank's part [B, T / ranks] of rows [B, T]."""
-        return rows if self.sequence is None else self.sequence.part(rows)
-
     def barrier(self) -> None:
         if self.is_distributed:
             dist.barrier()
@@ -162,6 +158,10 @@ class Engine:
     def whole_sequences(self) -> AbstractContextManager[None]:
         """A context in which rows are not split, for generation, where every rank does the same."""
         return nullcontext() if self.sequence is None else self.sequence.paused()
+
+
+ALONE = Engine.alone()
+"""One process on the CPU."""
 
 
 def unwrap(model: nn.Module) -> nn.Module:

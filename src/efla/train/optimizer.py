@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,9 +31,8 @@ def build_optimizer(
     The state is created here, with the zeros that torch would create at the first step, so that a checkpoint can be
     loaded into it.
     """
-    optimizer = torch.optim.AdamW(
-        parameter_groups(model, weight_decay), lr=0.0, betas=betas, eps=eps, fused=_can_fuse(model.parameters())
-    )
+    can_fuse = all(p.device.type in ("cpu", "cuda") and p.is_floating_point() for p in model.parameters())
+    optimizer = torch.optim.AdamW(parameter_groups(model, weight_decay), lr=0.0, betas=betas, eps=eps, fused=can_fuse)
     for group in optimizer.param_groups:
         for p in group["params"]:
             device = p.device if group["fused"] else torch.device("cpu")
@@ -49,10 +47,6 @@ def build_optimizer(
 def set_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
     for group in optimizer.param_groups:
         group["lr"] = rate
-
-
-def _can_fuse(parameters: Iterable[nn.Parameter]) -> bool:
-    return all(p.device.type in ("cpu", "cuda") and p.is_floating_point() for p in parameters)
 
 
 @dataclass(frozen=True, kw_only=True)

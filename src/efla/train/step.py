@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from efla.data.sampling import TokenStream, consecutive_rows, document_boundaries
 from efla.models.modeling_efla import IGNORED
-from efla.train.engine import Engine
+from efla.train.engine import ALONE, Engine
 from efla.train.optimizer import set_rate
 
 
@@ -41,7 +41,7 @@ def train_step(
     clip: float = 1.0,
     bos_token: int | None = None,
     precision: str = "float32",
-    engine: Engine | None = None,
+    engine: Engine = ALONE,
     stop: Callable[[], bool] | None = None,
 ) -> StepResult:
     """AdamW on the mean next-token loss over ``micro_batches``, each [B, T] token ids; over all ranks of the engine.
@@ -52,7 +52,6 @@ def train_step(
     bos_token: the memory is reset before this token (``None``: it is carried over). stop: whether to stop all ranks;
     called at the end of the step.
     """
-    engine = engine or Engine.alone()
     model.train()
     optimizer.zero_grad(set_to_none=True)
     labels = engine.count_labels(sum(num_labels(rows, bos_token) for rows in micro_batches))
@@ -81,15 +80,14 @@ def row_loss(
     *,
     bos_token: int | None = None,
     precision: str = "float32",
-    engine: Engine | None = None,
+    engine: Engine = ALONE,
 ) -> Tensor:
     """Sum of the next-token losses of rows [B, T], divided by ``labels``; of this rank's part where rows are split."""
-    engine = engine or Engine.alone()
     arguments: dict[str, Any] = {}
-    if engine.sequence_world > 1:
+    if engine.sequence is not None:
         shifted = torch.nn.functional.pad(rows[:, 1:], (0, 1), value=IGNORED)
-        arguments["shift_labels"] = engine.sequence_part(shifted).to(engine.device)
-        rows = engine.sequence_part(rows).to(engine.device)
+        arguments["shift_labels"] = engine.sequence.part(shifted).to(engine.device)
+        rows = engine.sequence.part(rows).to(engine.device)
     else:
         if bos_token is not None:
             arguments["cu_seqlens"] = document_boundaries(rows, bos_token).to(engine.device)
@@ -137,13 +135,12 @@ def validate(
     limit: int | None = None,
     bos_token: int | None = None,
     precision: str = "float32",
-    engine: Engine | None = None,
+    engine: Engine = ALONE,
 ) -> Validation:
     """Score the first ``limit`` tokens of a stream (default all) in consecutive rows of ``length``, shared by the ranks.
 
     Every row starts with an empty memory and is scored from its second token on. bos_token: as in :func:`train_step`.
     """
-    engine = engine or Engine.alone()
     was_training = model.training
     model.eval()
     total, count = 0.0, 0
