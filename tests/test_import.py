@@ -57,6 +57,18 @@ def test_the_first_words_of_the_command_line_need_no_torch(option):
     assert shown.splitlines()[-1] == "[]"
 
 
+def test_the_help_of_a_command_needs_no_torch_where_its_options_do_not():
+    code = """
+import contextlib, sys
+from efla.cli import main
+for name in ("bench", "convert", "doctor", "export", "generate", "info", "report"):
+    with contextlib.suppress(SystemExit):
+        main([name, "--help"])
+    assert "torch" not in sys.modules, name
+"""
+    assert "efla generate" in run_python("-c", code)
+
+
 def test_import_reaches_no_layer_above_models():
     code = "import sys, efla; print(*{name.split('.')[1] for name in sys.modules if name.startswith('efla.')})"
     assert set(run_python("-c", code).split()) <= REACHED

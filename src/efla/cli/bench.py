@@ -1,23 +1,24 @@
 """``efla bench``: speed as ratios to other implementations in the same process."""
 
+from __future__ import annotations
+
 import datetime
 import importlib
 import json as json_format
 import sys
-from collections.abc import Callable
 from contextlib import redirect_stdout
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
-import torch
 import tyro
 from rich.console import Console
 from rich.table import Table
 
-from efla import bench as benchmarks
 from efla.errors import unknown_name
 from efla.runs.rows import write_atomically
-from efla.runs.timing import Measurement
+
+if TYPE_CHECKING:
+    from efla.runs.timing import Measurement
 
 MOST_LINES = 18
 """Pieces of work in the summary; with the lines around it, it fits a terminal of 25 lines."""
@@ -52,6 +53,9 @@ def bench(
         output: Also write the rows to this JSON file.
         plot: Also plot cost against length to this SVG or PNG file (needs the suite "lengths").
     """
+    import torch
+
+    from efla import bench as benchmarks
     from efla.bench.plot import plot_lengths
 
     suites = importlib.import_module(_MODULES.get(what, f"efla.bench.{what}")).SUITES
@@ -120,28 +124,26 @@ def _cut(text: str, width: int) -> str:
 def comparison_table(group: list[Measurement]) -> Table:
     """Time, spread and ratio to the first contender of one piece of work; rates where they were measured."""
     sgemm = next((m.gflops for m in group if m.contender == "sgemm"), None)
-
-    def gflops(m: Measurement) -> float | None:
-        return None if m.contender == "softmax attention" else m.gflops
-
-    def share_of_sgemm(m: Measurement) -> float | None:
-        rate = gflops(m)
-        return None if rate is None or sgemm is None or m.contender == "sgemm" else rate / sgemm
-
-    has_flops = any(m.gflops for m in group)
-    columns: dict[str, tuple[bool, Callable[[Measurement], float | None], str]] = {
-        "GFLOP/s": (has_flops, gflops, ".1f"),
-        "of sgemm": (has_flops, share_of_sgemm, ".2f"),
-        "per second": (any(m.items for m in group), lambda m: m.per_second, ",.0f"),
-        "in scans": (any(m.scan_share for m in group), lambda m: m.scan_share, ".0%"),
-    }
-    shown = {name: (value, style) for name, (is_shown, value, style) in columns.items() if is_shown}
-    table = Table("contender", "median", "quartiles", "ratio", *shown, title=group[0].work)
+    lines = []
     for m in group:
-        ratio = "" if m.contender == "sgemm" else f"{m.median / group[0].median:.2f}x"
-        values = [(value(m), style) for value, style in shown.values()]
-        numbers = ["" if number is None else format(number, style) for number, style in values]
-        table.add_row(m.contender, _time(m.median), f"{_time(m.low)} - {_time(m.high)}", ratio, *numbers)
+        gflops = None if m.contender == "softmax attention" else m.gflops
+        share = None if gflops is None or sgemm is None or m.contender == "sgemm" else gflops / sgemm
+        lines.append(
+            {
+                "contender": m.contender,
+                "median": _time(m.median),
+                "quartiles": f"{_time(m.low)} - {_time(m.high)}",
+                "ratio": "" if m.contender == "sgemm" else f"{m.median / group[0].median:.2f}x",
+                "GFLOP/s": "" if gflops is None else f"{gflops:.1f}",
+                "of sgemm": "" if share is None else f"{share:.2f}",
+                "per second": "" if m.per_second is None else f"{m.per_second:,.0f}",
+                "in scans": "" if m.scan_share is None else f"{m.scan_share:.0%}",
+            }
+        )
+    shown = [name for name in lines[0] if any(line[name] for line in lines)]
+    table = Table(*shown, title=group[0].work)
+    for line in lines:
+        table.add_row(*(line[name] for name in shown))
     return table
 
 

@@ -9,10 +9,6 @@ from rich.markup import escape
 from rich.table import Table
 
 import efla
-from efla.bench import machine_facts
-from efla.bench.gpu import conformance
-from efla.errors import BackendUnavailable
-from efla.testing import assert_batch_invariant, assert_matches_oracle, make_inputs
 
 
 @dataclass(frozen=True)
@@ -33,6 +29,8 @@ def doctor(verbose: bool = False) -> int:
     Args:
         verbose: Also show packages that are not needed for the CPU, and the whole message of an error.
     """
+    from efla.bench import machine_facts
+
     console = Console()
     facts = Table(show_header=False, box=None, pad_edge=False)
     for key, value in machine_facts().items():
@@ -66,6 +64,8 @@ def doctor(verbose: bool = False) -> int:
 
 def _batch_variance() -> str | None:
     """What changes the bits of a sequence on ``native`` and should not."""
+    from efla.testing import assert_batch_invariant
+
     try:
         assert_batch_invariant("gated_efla", "native")
     except AssertionError as error:
@@ -78,6 +78,8 @@ def check_backend(name: str) -> BackendReport:
     reason = efla.backends()[name]
     if reason is not None:
         return BackendReport(name, reason, None, 0.0)
+    from efla.bench.gpu import conformance
+
     start = time.perf_counter()
     problem = None
     try:
@@ -85,7 +87,7 @@ def check_backend(name: str) -> BackendReport:
             conformance.self_check()
         else:
             _check_on_cpu(name)
-    except (AssertionError, BackendUnavailable) as error:
+    except (AssertionError, efla.BackendUnavailable) as error:
         problem = str(error)
     except Exception as error:
         # A kernel that fails to run is what this check looks for.
@@ -94,6 +96,8 @@ def check_backend(name: str) -> BackendReport:
 
 
 def _check_on_cpu(name: str) -> None:
+    from efla.testing import assert_matches_oracle, make_inputs
+
     for rule in ("efla", "gated_efla", "delta"):
         assert_matches_oracle(make_inputs(rule, batch=1, length=65, initial_state=True), name)
     assert_matches_oracle(make_inputs("gated_efla", packed=[1, 30, 17]), name)

@@ -12,9 +12,9 @@ def export(
     format: Annotated[Literal["onnx"], tyro.conf.Positional],
     model: Annotated[str, tyro.conf.Positional],
     output: Annotated[Path, tyro.conf.Positional],
-    quantize: Literal["int8", "int4"] | None = None,
+    quantize: Annotated[Literal["int8", "int4"] | None, tyro.conf.arg(help_behavior_hint="(default: float32)")] = None,
     last_logits: bool = False,
-    tokenizer: str | None = None,
+    tokenizer: Annotated[str | None, tyro.conf.arg(help_behavior_hint="(default: the model's own)")] = None,
 ) -> int:
     """Write a model as an ONNX file for onnxruntime, and compare its logits with the model's on random tokens.
 
@@ -24,7 +24,7 @@ def export(
         format: onnx.
         model: A folder written by save_pretrained or efla train, or a name on the Hugging Face hub.
         output: The file to write, such as model.onnx. Weights above 2 GB go to a second file, OUTPUT.data.
-        quantize: Weights of 8 or 4 bits in the matrix products; default float32.
+        quantize: Weights of 8 or 4 bits in the matrix products.
         last_logits: Compute the logits of the last token only, as generation needs.
         tokenizer: Tokenizer folder or name, if the model's folder has none. A vocabulary of 256 is bytes.
     """

@@ -11,7 +11,6 @@ from typing import Annotated, Literal, TypeVar
 import tyro
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from efla.bench import machine_facts
 from efla.bench.gpu import conformance, throughput
@@ -19,6 +18,7 @@ from efla.bench.gpu.compile import CompiledKernel, compile_kernels
 from efla.bench.gpu.target import TARGETS, get_target
 from efla.bench.gpu.traffic import BANDWIDTHS, Traffic, count_traffic
 from efla.errors import BackendUnavailable
+from efla.runs.progress import Bars
 from efla.scans.backends.fla import missing
 
 T = TypeVar("T")
@@ -206,6 +206,10 @@ def print_table(console: Console, title: str | None, columns: list[str], rows: S
 
 def _tracked(console: Console, description: str, items: Iterable[T], total: int) -> list[T]:
     """The items as a list, with a progress bar while they are computed."""
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console, transient=True) as progress:
-        return list(progress.track(items, total=total, description=description))
+    found: list[T] = []
+    with Bars(console) as bars:
+        bars.update(description, 0, total)
+        for item in items:
+            found.append(item)
+            bars.update(description, len(found), total, f"{len(found)}/{total}")
+    return found

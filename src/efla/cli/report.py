@@ -12,7 +12,7 @@ from efla.runs.text import claims_text
 def report(
     runs: Annotated[tuple[Path, ...], tyro.conf.Positional],
     output: Path = Path("report.html"),
-    markdown: Path | None = None,
+    markdown: Annotated[Path | None, tyro.conf.arg(help_behavior_hint="(optional)")] = None,
 ) -> int:
     """Make the report: a verdict per claim of the paper, figures, tables, settings, and limits of the conclusions.
 
