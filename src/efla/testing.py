@@ -206,10 +206,8 @@ def _apply_kind(kind: str, k: Tensor, beta: Tensor, log_gate: Tensor) -> tuple[T
         exponents = torch.linspace(-18, 18, k.shape[1], dtype=k.dtype)
         shuffled = exponents[torch.randperm(k.shape[1], generator=torch.Generator().manual_seed(1))]
         k = unit * 10 ** shuffled[None, :, None, None]
-    elif kind == "huge_keys":
-        k = unit * 1e18
-    elif kind == "tiny_keys":
-        k = unit * 1e-18
+    elif kind in ("huge_keys", "tiny_keys"):
+        k = unit * (1e18 if kind == "huge_keys" else 1e-18)
     elif kind == "zero_keys":
         k = torch.zeros_like(k)
     elif kind == "repeated_key":

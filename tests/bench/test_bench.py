@@ -7,9 +7,8 @@ import torch
 
 from efla import EflaForCausalLM, cli, presets
 from efla.bench import BACKENDS, PLAIN, kernel_contenders, scan
-from efla.bench.models import efla_model, qwen_model
+from efla.bench.models import efla_model, llama_model, qwen_model
 from efla.bench.plot import plot_lengths
-from efla.bench.train import llama_model
 from efla.native import rows
 from efla.runs import timing
 from efla.scans.backends import chunked, native

@@ -44,25 +44,28 @@ def qwen_model(config: Any) -> Any:
     from transformers.models.qwen3_5.configuration_qwen3_5 import Qwen3_5TextConfig
     from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5ForCausalLM
 
-    heads, width = config.num_heads, config.head_dim
-    return Qwen3_5ForCausalLM(
-        Qwen3_5TextConfig(
-            vocab_size=config.vocab_size,
-            hidden_size=config.hidden_size,
-            num_hidden_layers=config.num_hidden_layers,
-            intermediate_size=config.intermediate_size,
-            num_attention_heads=heads,
-            num_key_value_heads=heads,
-            head_dim=width,
-            linear_num_key_heads=heads,
-            linear_num_value_heads=heads,
-            linear_key_head_dim=width,
-            linear_value_head_dim=width,
-            layer_types=["linear_attention"] * config.num_hidden_layers,
-            tie_word_embeddings=False,
-            pad_token_id=None,
-        )
+    heads = dict.fromkeys(
+        ("num_attention_heads", "num_key_value_heads", "linear_num_key_heads", "linear_num_value_heads"),
+        config.num_heads,
     )
+    widths = dict.fromkeys(("head_dim", "linear_key_head_dim", "linear_value_head_dim"), config.head_dim)
+    layers = ["linear_attention"] * config.num_hidden_layers
+    return Qwen3_5ForCausalLM(
+        Qwen3_5TextConfig(**_sizes(config), **heads, **widths, layer_types=layers, tie_word_embeddings=False)
+    )
+
+
+def llama_model(config: Any) -> Any:
+    """Llama at the size of our config."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    return LlamaForCausalLM(LlamaConfig(**_sizes(config), num_attention_heads=config.num_attention_heads))
+
+
+def _sizes(config: Any) -> dict[str, Any]:
+    """What a config of transformers takes from ours."""
+    names = ("vocab_size", "hidden_size", "num_hidden_layers", "intermediate_size")
+    return {**{name: getattr(config, name) for name in names}, "pad_token_id": None}
 
 
 def parameter_counts(models: dict[str, Any]) -> str:

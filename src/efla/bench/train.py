@@ -13,7 +13,7 @@ from rich.console import Console
 
 from efla import EflaForCausalLM
 from efla.bench import Suite, sgemm
-from efla.bench.models import parameter_counts, qwen_model
+from efla.bench.models import llama_model, parameter_counts, qwen_model
 from efla.data import corpora
 from efla.data.prepare import PrepareConfig, prepare
 from efla.models import presets
@@ -116,22 +116,6 @@ def preparing(threads: int, rounds: int) -> Iterator[list[Measurement]]:
 
 
 SUITES: dict[str, Suite] = {"step": step, "surroundings": surroundings, "preparing": preparing}
-
-
-def llama_model(config: Any) -> Any:
-    """Llama at the size of our config."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    return LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=config.vocab_size,
-            hidden_size=config.hidden_size,
-            num_hidden_layers=config.num_hidden_layers,
-            intermediate_size=config.intermediate_size,
-            num_attention_heads=config.num_attention_heads,
-            pad_token_id=None,
-        )
-    )
 
 
 def _random_rows() -> torch.Tensor:

@@ -50,11 +50,7 @@ class Measurement:
 
 
 def samples_in_turn(
-    contenders: Sequence[Contender],
-    rounds: int,
-    *,
-    alternate: bool = False,
-    done: Callable[[int], None] | None = None,
+    contenders: Sequence[Contender], rounds: int, *, alternate: bool = False, done: Callable[[int], None] | None = None
 ) -> dict[str, list[float]]:
     """Seconds per call of every contender in every round, after an unmeasured round.
 
@@ -114,11 +110,7 @@ def _repeated(contender: Contender, seconds: float) -> Contender:
 
 
 def training_step(
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    loss: Callable[[], torch.Tensor],
-    *,
-    clip: float | None = None,
+    model: nn.Module, optimizer: torch.optim.Optimizer, loss: Callable[[], torch.Tensor], *, clip: float | None = None
 ) -> Callable[[], float]:
     """One training step as a callable for benchmarks: forward, backward, clipping, optimizer. A call returns the loss.
 
