@@ -48,8 +48,8 @@ def test_useful_work_is_six_k_v_a_token_and_head():
 def test_a_wrong_backend_gets_no_numbers(monkeypatch, capsys):
     true_forward = chunked.forward
 
-    def slightly_wrong(*arguments):
-        result = true_forward(*arguments)
+    def slightly_wrong(*arguments, **options):
+        result = true_forward(*arguments, **options)
         return result._replace(o=result.o * 1.001)
 
     monkeypatch.setattr(chunked, "forward", slightly_wrong)

@@ -155,9 +155,12 @@ def test_doctor_reports_a_backend_that_is_wrong(monkeypatch, capsys):
     from efla.scans.backends import chunked
 
     true_forward = chunked.forward
-    monkeypatch.setattr(chunked, "forward", lambda *arguments: true_forward(*arguments)._replace(
-        final_state=true_forward(*arguments).final_state * 1.001
-    ))  # fmt: skip
+
+    def slightly_wrong(*arguments, **options):
+        result = true_forward(*arguments, **options)
+        return result._replace(final_state=result.final_state * 1.001)
+
+    monkeypatch.setattr(chunked, "forward", slightly_wrong)
     assert "final_state: error" in doctor_module.check_backend("chunked").problem
     assert cli.main(["doctor"]) == 1
     assert "WRONG" in capsys.readouterr().out
