@@ -62,7 +62,8 @@ def test_seeds_are_paired_and_what_they_share_drops_out() -> None:
     assert claim.difference == Difference(1.0, 1.0, 1.0, 5, 5, 0)
     assert claim.reason == "21.0 against 20.0; 1 unpaired seed left out"
     assert compare("a", "S", "p", ours, theirs, unit="", lower_is_better=True).verdict == "reversed"
-    assert compare("a", "S", "p", {0: 1.0}, {1: 1.0}, unit="").verdict == "not judged"
+    apart = compare("a", "S", "p", {0: 1.0}, {1: 1.0}, unit="")
+    assert (apart.verdict, apart.text()) == ("not judged", "no pairs; no seed of both arms; 2 unpaired seeds left out")
 
 
 def test_relative_differences_are_percent_of_theirs_for_each_seed() -> None:

@@ -274,7 +274,7 @@ def compare(
     found = difference(value if relative else scale * value for value in each.values())
     means = (spread(arm[seed] for seed in each).mean for arm in (ours, theirs))
     shown = ("diverged" if math.isnan(mean) else f"{scale * mean:,.{digits}f}" for mean in means)
-    parts = [" against ".join(shown), note]
+    parts = [" against ".join(shown) if each else "no seed of both arms", note]
     if found.verdict == NOT_SEEN and not math.isnan(found.mean):
         seeds = found.seeds_needed(paper)
         parts.append(f"needs {'more than 1,000' if seeds is None else f'about {seeds}'} seeds")

@@ -148,6 +148,12 @@ def test_the_claim_about_the_largest_gains_can_be_reversed_or_unseen() -> None:
     assert verdict({"memorization": 0.05, "compression": 0.05}) == "seen"
 
 
+def test_arms_without_a_common_run_are_not_compared() -> None:
+    rows = rows_of(lambda *_: 0.5)
+    apart = [row for row in rows if (row["task"] == "memorization") == (row["arm"] == "exact-flow")]
+    assert claims(apart) == []
+
+
 def test_one_seed_gives_no_verdict() -> None:
     found = claims(rows_of(lambda *_: 0.5, seeds=(12345,)))
     assert {claim.verdict for claim in found} == {"not judged"}

@@ -222,6 +222,8 @@ def claims(rows: Sequence[Record]) -> list[Claim]:
             for task in TASK_ORDER
             if scores[task][0].keys() & scores[task][1].keys()
         ]
+        if not each:
+            continue
         # Pairs with one seed are one line: their tasks have no verdicts.
         found += [_all_claim(each, against), *(claim for claim in each if claim.verdict != NOT_JUDGED)]
         if len(each) == len(TASK_ORDER):

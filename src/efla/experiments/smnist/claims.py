@@ -1,6 +1,7 @@
 """Numbers of the sequential MNIST rows over seeds, the paper's claims about them, and the summaries of the terminal."""
 
 from collections.abc import Iterator, Sequence
+from textwrap import fill
 from typing import NamedTuple
 
 from efla.experiments.smnist.config import ARMS, AUTHORS_RATES, LEVELS
@@ -295,4 +296,4 @@ def rates_summary(rows: Sequence[Record], verbose: bool = False) -> str:
 
 
 def _data_lines(rows: Sequence[Record]) -> list[str]:
-    return [f"data: {text}" for text in sorted({row["data"]["description"] for row in Rows(rows).cells()})]
+    return [fill(f"data: {text}", 80) for text in sorted({row["data"]["description"] for row in Rows(rows).cells()})]
