@@ -14,7 +14,7 @@ from efla.models.cache import REWINDABLE, RewindableLayer, seen_tokens
 from tests.models.tiny import ALL, HYBRID, MAIN, OTHERS, random_tokens, tiny_config, tiny_model
 
 RECURRENT = {name: fields for name, fields in ALL.items() if name != "softmax"}
-SOME = {**MAIN, **{name: OTHERS[name] for name in ("everything", "no-convolution")}}
+SOME = {**MAIN, **{name: OTHERS[name] for name in ("everything", "no-convolution", "softmax")}}
 
 
 @torch.no_grad()

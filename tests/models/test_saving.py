@@ -70,6 +70,16 @@ try:
     AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=False)
 except ValueError as error:
     print(error)
+class Missing:
+    def find_spec(self, name, *_):
+        if name == "efla":
+            raise ModuleNotFoundError("No module named 'efla'")
+sys.meta_path.insert(0, Missing())
+try:
+    AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
+except ImportError as error:
+    print(error)
+del sys.meta_path[0]
 assert "efla" not in sys.modules
 generate = pipeline("text-generation", model=folder, tokenizer=folder, trust_remote_code=True, device="cpu")
 text = generate("A byte", do_sample=False, max_new_tokens=5)[0]["generated_text"]
@@ -87,7 +97,7 @@ def test_tools_that_never_import_efla_open_the_folder(tmp_path, monkeypatch):
     done = run_fresh(STOCK, tmp_path / "m")
     assert done.returncode == 0, done.stderr
     refused, found = done.stdout.strip().rsplit("\n", 1)
-    assert "trust_remote_code=True" in refused
+    assert "trust_remote_code=True" in refused and "pip install efla" in refused
     tokens = torch.tensor([tokenizer.encode("A byte")])
     expected = model.generate(tokens, attention_mask=torch.ones_like(tokens), do_sample=False, max_new_tokens=5)
     text = tokenizer.decode(expected[0], skip_special_tokens=True)

@@ -226,9 +226,8 @@ def adopt(cache: Cache, model: nn.Module, layer_types: list[str]) -> None:
 
     Any other knows from now on which model fills it, and has the methods of :func:`add_methods`.
     """
-    if len(cache.layers) != len(layer_types) or any(
-        is_linear != (kind == "linear_attention") for is_linear, kind in zip(cache.is_linear, layer_types, strict=True)
-    ):
+    expected = [kind == "linear_attention" for kind in layer_types]
+    if any(expected) and cache.is_linear != expected:
         raise ValueError(
             f"the cache has {len(cache.layers)} layers that do not match the model's {len(layer_types)}; "
             "make it with DynamicCache(config=model.config)"

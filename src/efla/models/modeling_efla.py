@@ -224,7 +224,7 @@ class EflaModel(EflaPreTrainedModel):
             position_ids = positions_of_packed(cu_seqlens, B, T) if position_ids is None else position_ids
         if use_cache and past_key_values is None:
             past_key_values = DynamicCache(config=self.config)
-        if past_key_values is not None and has_linear:
+        if past_key_values is not None:
             caches.adopt(past_key_values, self, layer_types)
 
         mask = local_padding_mask(attention_mask, T) if has_linear else None
