@@ -67,9 +67,9 @@ test-portable: setup
 	@echo "== two busy loops"; for loop in 1 2; do while kill -0 $$$$ 2>/dev/null; do :; done & done; \
 		$(PYTEST) -q || { echo "make $@: failed beside two busy loops" >&2; exit 1; }
 
-# The report and the explainer in headless Chromium (Debian: apt-get install chromium); skipped with the reason where there is none.
+# The report, the explainer and examples/web (after npm install there) in headless Chromium (Debian: apt-get install chromium); skipped with the reason where there is none.
 test-browser: setup
-	$(BIN)/python -m pytest -m browser tests/report tests/test_explainer.py
+	$(BIN)/python -m pytest -m browser tests/report tests/test_explainer.py tests/test_web_example.py
 
 # Under the address and undefined-behaviour sanitizers: the C++ kernels on random shapes (the scan against a naive
 # implementation), then the bound functions on tensors that do not fit. The long run: make test-sanitizers CALLS=1000000.

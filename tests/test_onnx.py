@@ -166,6 +166,14 @@ def test_a_seed_repeats_a_sample(runner):
     assert texts[0] == texts[1] != texts[2]
 
 
+@pytest.mark.parametrize(
+    "options", [{"max_new_tokens": 0}, {"temperature": -1}, {"top_k": -1}, {"top_p": 3}, {"top_p": 0}]
+)
+def test_sampling_options_that_cannot_be_are_refused(runner, options):
+    with pytest.raises(ValueError, match="max_new_tokens must be at least 1, temperature and top_k at least 0"):
+        runner.generate("x", **options)
+
+
 def test_a_state_of_another_shape_or_model_is_refused(runner, paths, tmp_path):
     state = runner.new_state(2)
     with pytest.raises(ValueError, match=r"past_conv\.0 of the state must have shape \[1, 96, 3\], got \[2, 96, 3\]"):
@@ -178,6 +186,13 @@ def test_a_state_of_another_shape_or_model_is_refused(runner, paths, tmp_path):
     np.savez(tmp_path / "other.npz", x=np.zeros(3))
     with pytest.raises(ValueError, match=r"has no entry 'num_tokens'; write it with State\.save"):
         runner.load_state(tmp_path / "other.npz")
+    for content in (b"", b"no state", (tmp_path / "other.npz").read_bytes()[:100]):
+        (tmp_path / "broken.npz").write_bytes(content)
+        with pytest.raises(ValueError, match=r"is not a state of an exported model \(.*\); write it with State\.save"):
+            runner.load_state(tmp_path / "broken.npz")
+    np.save(tmp_path / "array.npy", np.zeros(3))
+    with pytest.raises(ValueError, match="is not a state of an exported model"):
+        runner.load_state(tmp_path / "array.npy")
     State({}).save(tmp_path / "empty.npz")
     with pytest.raises(ValueError, match="the state must have the arrays past_conv"):
         runner.load_state(tmp_path / "empty.npz")

@@ -6,6 +6,7 @@ Shapes: B batch, T tokens.
 from __future__ import annotations
 
 import json
+import zipfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -85,8 +86,18 @@ class Runner:
 
     def load_state(self, path: str | Path) -> State:
         """A state written by :meth:`State.save`."""
-        with np.load(path, allow_pickle=False) as file:
-            arrays = {name: file[name] for name in file.files}
+        try:
+            with np.load(path, allow_pickle=False) as file:
+                arrays = {name: file[name] for name in file.files}
+        except (
+            ValueError,
+            AttributeError,
+            EOFError,
+            zipfile.BadZipFile,
+        ) as error:  # not an .npz file, or not all of it
+            raise ValueError(
+                f"{path} is not a state of an exported model ({error}); write it with State.save"
+            ) from error
         if "num_tokens" not in arrays:
             raise ValueError(f"{path} is not a state: it has no entry 'num_tokens'; write it with State.save")
         state = State(arrays, int(arrays.pop("num_tokens")))
@@ -146,9 +157,10 @@ class Runner:
         likely tokens of that total probability. A sequence that has ended repeats its padding token.
         state: continue from it; afterwards it includes the prompt and every new token.
         """
-        if max_new_tokens < 1 or temperature < 0:
+        if max_new_tokens < 1 or temperature < 0 or top_k < 0 or not 0 < top_p <= 1:
             raise ValueError(
-                f"max_new_tokens must be at least 1 and temperature at least 0, got {max_new_tokens}, {temperature}"
+                "max_new_tokens must be at least 1, temperature and top_k at least 0, and top_p above 0 and at most 1; "
+                f"got {max_new_tokens}, {temperature:g}, {top_k} and {top_p:g}"
             )
         tokens = self._check_ids(ids)
         current = self.new_state(len(tokens)) if state is None else state

@@ -42,6 +42,20 @@ def test_the_exported_file_continues_a_prompt_as_the_model_does(folder, tmp_path
     assert texts[0] == texts[1]
 
 
+def test_a_state_file_carries_the_text_from_one_call_to_the_next(folder, tmp_path, capsys):
+    path, state = tmp_path / "model.onnx", tmp_path / "state"
+    run(export, "onnx", folder, path)
+    greedy = ["--temperature", 0, "--max-new-tokens", 12]
+    capsys.readouterr()
+    for model, file in ((path, state), (folder, tmp_path / "torch-state")):
+        run(generate, model, "--prompt", "Ab", *greedy, "--state", file)
+        run(generate, model, "--prompt", "cd", *greedy, "--state", file)
+    found = capsys.readouterr()
+    lines = found.out.splitlines()
+    assert lines[: len(lines) // 2] == lines[len(lines) // 2 :]
+    assert re.findall(r"prompt: (\d) tokens", found.err) == ["3", "2", "3", "2"]
+
+
 def test_options_that_an_exported_file_cannot_follow_are_refused(tmp_path, capsys):
     command = ["generate", str(tmp_path / "no.onnx"), "--prompt", "x"]
     assert main([*command, "--dtype", "bfloat16"]) == 1

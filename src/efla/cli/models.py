@@ -108,17 +108,17 @@ def generate(
     )
     text = sys.stdin.read() if prompt == "-" else prompt
     if model.endswith(".onnx"):
-        refuse_ignored(
-            {
-                "tokenizer": tokenizer is not None,
-                "device": device not in ("auto", "cpu"),
-                "dtype": dtype != "auto",
-                "state": state is not None,
-            },
-            "with an ONNX file",
-        )
+        given = {"tokenizer": tokenizer is not None, "device": device not in ("auto", "cpu"), "dtype": dtype != "auto"}
+        refuse_ignored(given, "with an ONNX file")
         return _generate_onnx(
-            model, text, max_new_tokens=max_new_tokens, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed
+            model,
+            text,
+            state,
+            max_new_tokens=max_new_tokens,
+            temperature=temperature,
+            top_k=top_k,
+            top_p=top_p,
+            seed=seed,
         )
     import torch
     from transformers import DynamicCache
@@ -162,20 +162,23 @@ def generate(
     return 0
 
 
-def _generate_onnx(path: str, prompt: str, **options: Any) -> int:
+def _generate_onnx(path: str, prompt: str, state: Path | None, **options: Any) -> int:
     """The same from an exported file, without torch."""
     from efla.onnx import Runner
 
     runner = Runner(path)
-    state = runner.new_state()
+    memory = runner.load_state(state) if state is not None and state.exists() else runner.new_state()
+    seen = memory.num_tokens
     print(prompt, end="", flush=True)
     times = [time.perf_counter()]
-    for piece in runner.stream(prompt, state=state, **options):
+    for piece in runner.stream(prompt, state=memory, **options):
         print(piece, end="", flush=True)
         times.append(time.perf_counter())
     print()
     num_new = len(times) - 2  # the last piece holds what is left of an incomplete character
-    print(_rates(state.num_tokens - num_new, times[:-1]), file=sys.stderr)
+    print(_rates(memory.num_tokens - seen - num_new, times[:-1]), file=sys.stderr)
+    if state is not None:
+        memory.save(state)
     return 0
 
 
