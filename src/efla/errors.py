@@ -25,6 +25,14 @@ def unknown_name(kind: str, name: object, known: Iterable[str]) -> ValueError:
     return ValueError(f"unknown {kind} {name!r}; {hint}known {kind}s: {', '.join(known)}")
 
 
+def check_names(kind: str, names: Iterable[str], known: Iterable[str]) -> None:
+    """Raise :func:`unknown_name` for the first of ``names`` that is not known."""
+    known = list(known)
+    for name in names:
+        if name not in known:
+            raise unknown_name(kind, name, known)
+
+
 def refuse_ignored(given: Mapping[str, bool], where: str) -> None:
     """An error if options were given that would do nothing. given: option's name -> whether it was."""
     names = [f"--{name}" for name, is_given in given.items() if is_given]

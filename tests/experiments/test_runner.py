@@ -12,11 +12,11 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from efla.experiments.experiment import without_volatile
 from efla.experiments.runner import run
 from efla.runs.folder import CONFIG, RunFolder
 from efla.runs.records import from_record, to_record
 from efla.runs.rows import ROWS, read_rows
+from tests.experiments.rows import without_volatile
 from tests.fresh import run_fresh
 from tests.processes import LAST_RESORT, children, started, wait_until
 

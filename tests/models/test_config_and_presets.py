@@ -87,7 +87,7 @@ def test_an_unknown_preset_arm_or_profile_is_named_with_the_nearest():
         presets.get("efla-350m")
     with pytest.raises(ValueError, match="unknown arm 'delta'; did you mean"):
         presets.arm("delta")
-    with pytest.raises(ValueError, match="unknown profile 'quik'; did you mean 'quick'"):
+    with pytest.raises(ValueError, match="unknown size 'quik'; did you mean 'quick'"):
         presets.arm("delta-l2", "quik")
 
 

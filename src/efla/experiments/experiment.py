@@ -8,25 +8,25 @@ import importlib.util
 import itertools
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, NamedTuple, Protocol, TypeVar
 
+import numpy as np
 import torch
+from torch import Tensor
 
-from efla.errors import unknown_name
+from efla.errors import check_names
 from efla.runs import provenance
-from efla.runs.records import Record, protocol_of
+from efla.runs.records import GRID, Record, check_fields, protocol_of
+from efla.runs.timing import seconds_per_call
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
     from efla.runs.sections import Section
-
-VOLATILE = frozenset({"started", "wall_seconds", "timing"})
-"""Fields of a row that differ between two runs of the same cell; everything else is reproduced."""
 
 C = TypeVar("C")
 
@@ -53,16 +53,6 @@ class Group(NamedTuple):
     settings: tuple[str, ...] = ("",)
     """What the arms are compared on: a block of sMNIST, ``task/name`` of MAD."""
 
-    def check(self, arms: Iterable[str]) -> None:
-        """Raise ``ValueError`` for an unknown arm, a rate that is not positive or a negative weight decay."""
-        for arm in self.arms:
-            if arm not in arms:
-                raise unknown_name("arm", arm, arms)
-        if any(rate <= 0 for rate in self.rates):
-            raise ValueError(f"learning rates must be positive, got {self.rates}")
-        if any(decay < 0 for decay in self.decays):
-            raise ValueError(f"weight decays must not be negative, got {self.decays}")
-
 
 def grid_cells(groups: Iterable[Group], axes: Sequence[str], settings: Callable[..., Record]) -> list[Cell]:
     """The cells of all groups in order, without repeats.
@@ -80,9 +70,8 @@ def grid_cells(groups: Iterable[Group], axes: Sequence[str], settings: Callable[
 def restrict_grid(groups: Sequence[Group], asked: Mapping[str, Any], otherwise: Group) -> tuple[Group, ...]:
     """The part of a grid with the values asked for; if it lacks one of their combinations, ``otherwise`` with the values.
 
-    asked: field of a group -> values; fields without values are ignored.
+    asked: field of a group -> values.
     """
-    asked = {axis: values for axis, values in asked.items() if values}
 
     def has(combination: tuple[Any, ...]) -> bool:
         pairs = list(zip(asked, combination, strict=True))
@@ -97,10 +86,51 @@ def restrict_grid(groups: Sequence[Group], asked: Mapping[str, Any], otherwise: 
     return tuple(group for group in narrowed if all(group))
 
 
+@dataclass(frozen=True, kw_only=True)
+class GridConfig:
+    """Base class of configs whose cells are arms x rates x seeds."""
+
+    known_arms: ClassVar[Iterable[str]]
+    backend: str = "auto"
+    groups: tuple[Group, ...] = field(metadata=GRID)
+    folder: str | None = field(default=None, metadata=GRID)
+    """Where the data files are on this machine."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "groups", tuple(Group(*group) for group in self.groups))
+        check_fields(self)
+        for group in self.groups:
+            check_names("arm", group.arms, self.known_arms)
+            if any(rate <= 0 for rate in group.rates):
+                raise ValueError(f"learning rates must be positive, got {group.rates}")
+            if any(decay < 0 for decay in group.decays):
+                raise ValueError(f"weight decays must not be negative, got {group.decays}")
+
+
+def shuffled_batches(seed: int, count: int, batch: int, *, drop_last: bool = False) -> Iterator[tuple[int, Tensor]]:
+    """Endless (epoch, indices of a batch). The order of an epoch depends only on (seed, epoch), so it is equal for all arms.
+
+    The last batch of an epoch may be smaller; ``drop_last`` leaves it out.
+    """
+    for epoch in itertools.count():
+        order = torch.from_numpy(np.random.default_rng([seed, epoch]).permutation(count))
+        for indices in order.split(batch):
+            if len(indices) == batch or not drop_last:
+                yield epoch, indices
+
+
 class Report(Protocol):
     """Reports the progress of a cell: ``report(0.4, loss=1.2)``."""
 
     def __call__(self, fraction: float, **values: float) -> None: ...
+
+
+class Work(NamedTuple):
+    """The work of a cell: how often it runs a step. Steps of one name are timed once."""
+
+    steps: float
+    step: str
+    build: Callable[[], Callable[[], object]]
 
 
 class Experiment(ABC, Generic[C]):
@@ -158,11 +188,26 @@ class Experiment(ABC, Generic[C]):
     @property
     def gpus_per_cell(self) -> float:
         """GPUs that a cell requests from a Ray cluster; a fraction if several cells fit on one."""
-        return 0.0
+        on_gpu = getattr(self.config, "device", "cpu").startswith("cuda")
+        return getattr(self.config, "gpu_share", 1.0) if on_gpu else 0.0
+
+    def work(self, cell: Cell) -> Work | None:
+        """An upper estimate of the work of a cell; ``None`` if unknown."""
+        return None
 
     def expected_seconds(self, cells: Sequence[Cell], threads: int) -> list[float] | None:
-        """An upper estimate of the time of each cell; ``None`` if unknown."""
-        return None
+        """An upper estimate of the time of each cell, from steps timed now; ``None`` if unknown."""
+        if self.gpus_per_cell and not torch.cuda.is_available():
+            return None  # the cells run on another machine
+        found, timed = [], dict[str, float]()
+        for cell in cells:
+            work = self.work(cell)
+            if work is None:
+                return None
+            if work.step not in timed:
+                timed[work.step] = seconds_per_call(work.build(), threads)
+            found.append(work.steps * timed[work.step])
+        return found
 
     @classmethod
     def plot(cls, rows: Sequence[Record], folder: Path) -> list[Path]:
@@ -195,6 +240,8 @@ class Experiment(ABC, Generic[C]):
 class Options:
     """Base class of the command-line options of an experiment."""
 
+    profile: str = "quick"
+
     def config(self) -> Any:
         """The resolved config."""
         raise NotImplementedError
@@ -202,12 +249,25 @@ class Options:
     @classmethod
     def for_all(cls, profile: Any, data: str | None) -> Self:
         """The options for ``efla reproduce all`` with this profile and data folder."""
-        options: dict[str, Any] = {"profile": profile}
-        return cls(**options)
+        return cls(profile=profile)
 
     def given(self, *names: str) -> dict[str, Any]:
-        """The named options that are not ``None``."""
-        return {name: value for name in names if (value := getattr(self, name)) is not None}
+        """The named options that are neither ``None`` nor empty."""
+        return {name: value for name in names if (value := getattr(self, name)) not in (None, ())}
+
+
+@dataclass(frozen=True, kw_only=True)
+class GridOptions(Options):
+    """Options of the experiments on arms x rates x seeds."""
+
+    rates: tuple[float, ...] | None = None
+    """Learning rates to run instead of the profile's."""
+    seeds: tuple[int, ...] | None = None
+    """Seeds to run instead of the profile's."""
+    steps: int | None = None
+    """Optimizer steps instead of the profile's budget; recorded in the rows."""
+    backend: str = "auto"
+    """Backend of the scan, see `efla doctor`."""
 
 
 @dataclass(frozen=True)
@@ -217,8 +277,8 @@ class Event:
     kind: str
     cell: Cell
     fraction: float = 0.0
-    values: dict[str, float] | None = None
-    rows: list[Record] | None = None
+    values: dict[str, float] = field(default_factory=dict)
+    rows: list[Record] = field(default_factory=list)
     message: str = ""
 
 
@@ -246,8 +306,3 @@ def execute(experiment: Experiment[Any], cell: Cell, report: Report, threads: in
         "wall_seconds": stamped[-1].get("wall_seconds", wall_seconds),  # resumed cells count their earlier time too
     }
     return stamped
-
-
-def without_volatile(row: Record) -> Record:
-    """A row without the fields that differ between two runs of the same cell."""
-    return {key: value for key, value in row.items() if key not in VOLATILE}

@@ -3,7 +3,7 @@
 import importlib
 from typing import Any
 
-from efla.errors import unknown_name
+from efla.errors import check_names
 from efla.experiments.experiment import Experiment, Options
 
 # Name -> (package, experiment class, options class), imported on use. In the order of `efla reproduce all`: throughput
@@ -45,8 +45,7 @@ def name_of(options: Options) -> str:
 
 
 def _find(name: str) -> tuple[str, str, str]:
-    if name not in _EXPERIMENTS:
-        raise unknown_name("experiment", name, _EXPERIMENTS)
+    check_names("experiment", [name], _EXPERIMENTS)
     return _EXPERIMENTS[name]
 
 

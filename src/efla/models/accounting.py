@@ -3,8 +3,14 @@
 from typing import cast
 
 import torch
+from torch import nn
 
 from efla.models.configuration_efla import EflaConfig
+
+
+def parameter_count(model: nn.Module) -> int:
+    """Number of distinct parameters of a model."""
+    return sum(p.numel() for p in model.parameters())
 
 
 def count_parameters(config: EflaConfig) -> int:
@@ -13,7 +19,7 @@ def count_parameters(config: EflaConfig) -> int:
 
     with torch.device("meta"):
         model = EflaForCausalLM(config)
-    return sum(p.numel() for p in model.parameters())
+    return parameter_count(model)
 
 
 def state_bytes(config: EflaConfig, dtype: torch.dtype = torch.float32) -> int:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from efla.errors import unknown_name
+from efla.errors import check_names
 
 if TYPE_CHECKING:
     from efla.models.configuration_efla import EflaConfig
@@ -79,8 +79,7 @@ def names() -> list[str]:
 def get(name: str, **overrides: Any) -> EflaConfig:
     """The configuration of that name, with any of its fields replaced."""
     known = {f"{model}-{size}": (model, size) for model in _MODELS for size in _SIZES}
-    if name not in known:
-        raise unknown_name("preset", name, known)
+    check_names("preset", [name], known)
     model, size = known[name]
     return _build({**_MODELS[model], **_SIZES[size][_shape(model)], **overrides})
 
@@ -90,15 +89,13 @@ def arms() -> list[str]:
     return list(_ARMS)
 
 
-def arm(name: str, profile: str = "quick", **overrides: Any) -> EflaConfig:
-    """An arm of the CPU protocol in size "quick" or "full"; the vocabulary is bytes."""
-    if name not in _ARMS:
-        raise unknown_name("arm", name, _ARMS)
-    if profile not in ("quick", "full"):
-        raise unknown_name("profile", profile, ["quick", "full"])
+def arm(name: str, size: str = "quick", **overrides: Any) -> EflaConfig:
+    """An arm of the CPU protocol in size "quick" or "full", whose vocabulary is bytes, or in a size of the paper."""
+    sizes = {"quick": _SIZES["tiny"], "full": _FULL, "340m": _SIZES["340m"], "1.3b": _SIZES["1.3b"]}
+    check_names("arm", [name], _ARMS)
+    check_names("size", [size], sizes)
     model, control = _ARMS[name]
-    size = (_SIZES["tiny"] if profile == "quick" else _FULL)[_shape(model)]
-    return _build({**_MODELS[model], **size, **control, **overrides})
+    return _build({**_MODELS[model], **sizes[size][_shape(model)], **control, **overrides})
 
 
 def _shape(model: str) -> str:

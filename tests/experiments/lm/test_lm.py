@@ -18,7 +18,7 @@ from efla import presets
 from efla.data import corpora
 from efla.data.sampling import RowSampler
 from efla.evaluation import Request, score
-from efla.experiments.experiment import Group, without_volatile
+from efla.experiments.experiment import Group
 from efla.experiments.lm import claims
 from efla.experiments.lm import run as module
 from efla.experiments.lm.config import ARM_ORDER, LmConfig, LmOptions, grid, profile
@@ -29,6 +29,7 @@ from efla.layers import LinearAttention
 from efla.models.accounting import count_parameters
 from efla.runs.records import to_record
 from efla.runs.rows import read_rows
+from tests.experiments.rows import without_volatile
 from tests.fresh import run_fresh
 
 QUIET = Console(quiet=True)

@@ -8,13 +8,15 @@ from dataclasses import replace
 import pytest
 import torch
 
+from efla.experiments.arms import ARMS
 from efla.experiments.experiment import Group
-from efla.experiments.mad.config import ARMS, TASK_ORDER, MadConfig, profile
+from efla.experiments.mad.config import TASK_ORDER, MadConfig, profile
 from efla.experiments.mad.exact import IGNORE
-from efla.experiments.mad.model import AutoEncoder, LanguageModel, build, loss_of, mixer, parameter_count, sinusoid
+from efla.experiments.mad.model import AutoEncoder, LanguageModel, build, loss_of, mixer, sinusoid
 from efla.experiments.mad.tasks import baseline, changed, generate
 from efla.layers import LinearAttention, SwiGLU
 from efla.layers.blocks import swiglu_width
+from efla.models.accounting import parameter_count
 
 UNGATED = ("delta-l2", "exact-flow", "delta-raw", "exact-flow-l2", "rk2", "rk4", "implicit-euler", "crank-nicolson")
 FULL = profile("full")
@@ -42,7 +44,7 @@ def test_parts_have_the_stated_parameters() -> None:
 def test_an_arm_is_the_rule_and_key_norm_of_its_name(arm: str) -> None:
     built = mixer(arm, 128, 4)
     if isinstance(built, LinearAttention):
-        assert (built.rule.name, built.key_norm) == (ARMS[arm].rule, ARMS[arm].key_norm)
+        assert (built.rule.name, built.key_norm) == (ARMS[arm].rule, ARMS[arm].l2_keys)
         assert built.query_norm and built.head_dim == built.value_head_dim == 32
         assert (built.g_proj is not None) == arm.startswith("gated")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from dataclasses import replace
 from pathlib import Path
@@ -12,14 +13,15 @@ from rich.console import Console
 from torch import Tensor, nn
 
 from efla import cli
-from efla.experiments.experiment import Group, without_volatile
+from efla.experiments.experiment import Group, shuffled_batches
 from efla.experiments.mad.config import MadConfig, MadOptions, profile
 from efla.experiments.mad.model import TaskScore, build, evaluate, macro_recall
-from efla.experiments.mad.run import Mad, MadTraining, batches, rate_at, summary, train
+from efla.experiments.mad.run import Mad, MadTraining, rate_at, summary, train
 from efla.experiments.mad.tasks import Setting, generate
 from efla.experiments.runner import run
 from efla.runs.rows import read_rows
 from tests.experiments.mad.files import write_published
+from tests.experiments.rows import without_volatile
 
 
 def test_reference_accuracy_equals_an_example_by_hand() -> None:
@@ -61,7 +63,7 @@ def test_evaluation_averages_batches_by_their_size_and_tokens_by_their_number() 
 
 def test_a_model_that_is_not_finite_scores_nothing() -> None:
     score = evaluate(Table(torch.full((4, 3), math.nan)), torch.tensor([[0, 1]]), torch.tensor([[0, 1]]))
-    assert all(math.isnan(value) for value in score.record().values())
+    assert all(math.isnan(value) for value in dataclasses.asdict(score).values())
     result = MadTraining(scores=[(10, score)])
     assert result.best is None
     row = summary(result)
@@ -85,7 +87,7 @@ def test_the_checkpoint_scored_has_the_lowest_perplexity() -> None:
 
 
 def test_batches_cover_each_epoch_once_in_an_order_of_its_own_and_keep_the_rest() -> None:
-    stream = batches(3, 10, 4)
+    stream = shuffled_batches(3, 10, 4)
     epochs = [[next(stream) for _ in range(3)] for _ in range(2)]
     for number, epoch in enumerate(epochs):
         assert [len(indices) for _, indices in epoch] == [4, 4, 2]

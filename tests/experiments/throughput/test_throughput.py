@@ -110,9 +110,10 @@ def test_settings_have_the_same_tokens_and_bad_ones_are_refused() -> None:
     assert shapes_of(1024, (128, 512)) == (Shape(128, 8), Shape(512, 2))
     with pytest.raises(ValueError, match="do not divide 1000 tokens"):
         shapes_of(1000, (128,))
-    with pytest.raises(ValueError, match=r"unknown arm of size 340m 'delta-raw'"):
-        tiny(size="340m", arms=("delta-raw",))
-    assert tiny(size="340m", arms=("exact-flow",)).model_config("exact-flow").hidden_size == 1024
+    with pytest.raises(ValueError, match=r"unknown arm 'delta_raw'; did you mean 'delta-raw'"):
+        tiny(arms=("delta_raw",))
+    assert tiny(size="340m").model_config("exact-flow").hidden_size == 1024
+    assert tiny(size="340m").model_config("delta-raw").key_norm is False
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Literal
 
-from efla.errors import unknown_name
+from efla.errors import check_names
 from efla.experiments.experiment import Options
 from efla.runs.records import GRID, Count, Minimum, check_fields
 
@@ -54,8 +54,7 @@ PROFILES = {
 
 def profile(name: str) -> ExactnessConfig:
     """The config of a profile."""
-    if name not in PROFILES:
-        raise unknown_name("profile", name, PROFILES)
+    check_names("profile", [name], PROFILES)
     return PROFILES[name]
 
 

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from efla.data import corpora
 from efla.data.files import data_folder
-from efla.errors import unknown_name
+from efla.errors import check_names
 from efla.evaluation.table import ACCURACIES
-from efla.experiments.experiment import Group, Options, restrict_grid
+from efla.experiments.experiment import GridConfig, GridOptions, Group, restrict_grid
 from efla.models import presets
-from efla.runs.records import GRID, Count, Minimum, check_fields
+from efla.runs.records import GRID, Count, Minimum
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -36,9 +36,10 @@ Profile = Literal["quick", "full"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class LmConfig:
+class LmConfig(GridConfig):
     """One table: every arm is trained on the same rows of bytes, then measured on the same texts."""
 
+    known_arms = ARM_ORDER
     profile: Profile
     """The size of the models."""
     corpus: str
@@ -70,22 +71,14 @@ class LmConfig:
     max_nonfinite: Count = 20
     """A run ends after this many non-finite steps. A single one already marks it as failed."""
     device: str = "cpu"
-    backend: str = "auto"
-    groups: tuple[Group, ...] = field(metadata=GRID)
-    folder: str | None = field(default=None, metadata=GRID)
-    """The data folder on this machine."""
     scratch: str | None = field(default=None, metadata=GRID)
     """The folder for checkpoints of unfinished cells; ``None``: no checkpoints."""
     save_seconds: float = field(default=120.0, metadata=GRID)
     """Training time between two checkpoints of a cell."""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "groups", tuple(Group(*group) for group in self.groups))
-        check_fields(self)
-        if self.corpus not in corpora.names():
-            raise unknown_name("corpus", self.corpus, corpora.names())
-        for group in self.groups:
-            group.check(ARM_ORDER)
+        super().__post_init__()
+        check_names("corpus", [self.corpus], corpora.names())
 
     @property
     def bytes_per_step(self) -> int:
@@ -118,13 +111,12 @@ _PROFILES: dict[str, dict[str, Any]] = {
 
 def profile(name: Profile, *, sweep: bool = False, **changes: Any) -> LmConfig:
     """The config of a profile with some fields changed."""
-    if name not in _PROFILES:
-        raise unknown_name("profile", name, _PROFILES)
+    check_names("profile", [name], _PROFILES)
     return LmConfig(**({"profile": name, "groups": grid(name, sweep=sweep)} | _PROFILES[name] | changes))
 
 
 @dataclass(frozen=True, kw_only=True)
-class LmOptions(Options):
+class LmOptions(GridOptions):
     """Language models over bytes: six mixers at matched size on the same text in the same order."""
 
     profile: Profile = "quick"
@@ -135,21 +127,12 @@ class LmOptions(Options):
     corpus: Literal["shakespeare", "novels", "enwik8", "python-docs"] | None = None
     """Text to train on instead of the profile's (quick: shakespeare, full: novels)."""
     arms: tuple[str, ...] | None = None
-    """Arms to run: delta-l2, exact-flow, gated-delta, gated-exact-flow, mamba2, attention,
-    delta-raw, exact-flow-l2."""
-    rates: tuple[float, ...] | None = None
-    """Peak learning rates to run."""
-    seeds: tuple[int, ...] | None = None
-    """Seeds to run. A seed sets the weights and the order of rows. Arms, rates and seeds select a part of the profile's
-    runs; if it lacks one of their combinations, all combinations are run instead."""
+    """Arms to run: delta-l2, exact-flow, gated-delta, gated-exact-flow, mamba2, attention, delta-raw, exact-flow-l2. Arms,
+    rates and seeds select a part of the profile's runs; if it lacks one of their combinations, all are run instead."""
     lr_sweep: bool = False
     """Also run delta-l2 and exact-flow at the peak rates 1e-3 and 4e-3."""
-    steps: int | None = None
-    """Optimizer steps instead of the profile's."""
     device: str = "cpu"
     """cpu or cuda."""
-    backend: str = "auto"
-    """Backend of the scan, see `efla doctor`."""
     save_seconds: float = 120.0
     """Training time between two checkpoints of an unfinished cell."""
 

@@ -11,7 +11,7 @@ import math
 import re
 import shutil
 import time
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -23,14 +23,14 @@ from efla import EflaForCausalLM
 from efla.data import corpora
 from efla.data.sampling import RowSampler
 from efla.evaluation.tasks import SOURCES, require_lm_eval, task_file
-from efla.experiments.experiment import Cell, Experiment, Report, grid_cells
+from efla.experiments.experiment import Cell, Experiment, Report, Work, grid_cells
 from efla.experiments.lm.config import CHOICES, RAW_KEYS, LmConfig
 from efla.experiments.lm.measure import POSITIONS, Subject, key_energies, measurements
 from efla.models import presets
+from efla.models.accounting import parameter_count
 from efla.runs.provenance import PeakMemory, backend_used
 from efla.runs.records import Record, dumps
 from efla.runs.rows import write_atomically
-from efla.runs.timing import seconds_per_call
 from efla.train.checkpoint import Checkpoints
 from efla.train.engine import Engine
 from efla.train.optimizer import WarmupCosine, build_optimizer
@@ -78,24 +78,11 @@ class LanguageModels(Experiment[LmConfig]):
                 for name in source.files:
                     task_file(Path(self.config.folder), name, task)
 
-    @property
-    def gpus_per_cell(self) -> float:
-        return 1.0 if self.config.device.startswith("cuda") else 0.0
-
-    def expected_seconds(self, cells: Sequence[Cell], threads: int) -> list[float] | None:
-        """Upper estimates from a few timed steps. Work done before an interruption is not subtracted."""
-        config = self.config
-        if config.device.startswith("cuda") and not torch.cuda.is_available():
-            return None  # the cells run elsewhere
-        arms = dict.fromkeys(cell.settings["arm"] for cell in cells)
-        pace = {arm: _seconds_per_byte(config, arm, threads) for arm in arms}
-        trained, scored = config.steps * config.bytes_per_step, _scored_bytes(config)
-        choices = config.choice_items * len(CHOICES) * _QUESTION if config.downstream else 0
-        return [
-            pace[cell.settings["arm"]]
-            * (trained + _FORWARD * (scored + choices * (cell.settings["seed"] == config.choice_seed)))
-            for cell in cells
-        ]
+    def work(self, cell: Cell) -> Work:
+        """Work done before an interruption is not subtracted."""
+        config, arm = self.config, cell.settings["arm"]
+        scored = _scored_bytes(config, cell.settings["seed"])
+        return Work(config.steps + _FORWARD * scored / config.bytes_per_step, arm, lambda: _step(config, arm))
 
     def run_cell(self, cell: Cell, report: Report) -> list[Record]:
         config, arm, seed = self.config, cell.settings["arm"], cell.settings["seed"]
@@ -109,14 +96,11 @@ class LanguageModels(Experiment[LmConfig]):
         return [
             {
                 "profile": config.profile,
-                "parameters": sum(p.numel() for p in subject.model.parameters()),
+                "parameters": parameter_count(subject.model),
                 "backend": "torch" if arm == "attention" else backend_used(config.backend, config.device),
                 "data": {
-                    "corpus": corpus.name,
-                    "source": corpus.source,
-                    "digest": corpus.digest,
-                    "train": len(corpus.train),
-                    "test": len(corpus.test),
+                    "corpus": corpus.name, "source": corpus.source, "digest": corpus.digest,
+                    "train": len(corpus.train), "test": len(corpus.test),
                 },
                 **training.summary(config),
                 **found,
@@ -129,7 +113,7 @@ class LanguageModels(Experiment[LmConfig]):
                 "wall_seconds": cost.wall_seconds,
                 "show": {"bits": found["test"]["bits"]},
             }
-        ]
+        ]  # fmt: skip
 
     def clean_up(self, cell: Cell) -> None:
         scratch = self._scratch(cell)
@@ -289,17 +273,16 @@ def measure(subject: Subject, report: Report, scratch: Path | None, cost: Cost) 
     return found
 
 
-def _seconds_per_byte(config: LmConfig, arm: str, threads: int) -> float:
-    """Time of a training step divided by its bytes."""
+def _step(config: LmConfig, arm: str) -> Callable[[], object]:
+    """One training step as a callable."""
     model = build(config, arm, 0)
     rows = torch.randint(1, 256, (config.rows, config.length), generator=torch.Generator().manual_seed(0))
     engine = Engine.alone(config.device)
-    step = partial(train_step, model, optimizer_of(config, model), [rows], rate=1e-4, engine=engine)
-    return seconds_per_call(step, threads) / config.bytes_per_step
+    return partial(train_step, model, optimizer_of(config, model), [rows], rate=1e-4, engine=engine)
 
 
-def _scored_bytes(config: LmConfig) -> float:
-    """Bytes that a cell reads in forward passes, without multiple choice."""
+def _scored_bytes(config: LmConfig, seed: int) -> float:
+    """Bytes that a cell reads in forward passes."""
     corpus = corpora.load(config.corpus, config.folder)
     test, validation = len(corpus.test), len(corpus.validation)
     total = test if config.test_bytes is None else min(config.test_bytes, test)
@@ -309,4 +292,5 @@ def _scored_bytes(config: LmConfig) -> float:
     if config.downstream:
         scored += _WIKITEXT if config.wikitext_items is None else config.wikitext_items * _WIKITEXT / 62
         scored += min(config.lambada_items or _PASSAGES, _PASSAGES) * _PASSAGE
+        scored += config.choice_items * len(CHOICES) * _QUESTION if seed == config.choice_seed else 0
     return scored

@@ -1,6 +1,6 @@
 """A training step of the MAD model on each backend, its scan alone, and how long cells will take."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import torch
@@ -8,13 +8,13 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from efla.bench import BACKENDS, Suite, kernel_contenders, sgemm
 from efla.bench.scan import Size, attention_call
-from efla.experiments.experiment import Cell
-from efla.experiments.mad import tasks as mad
-from efla.experiments.mad.config import ARMS, MadConfig, profile
+from efla.experiments.arms import ARMS
+from efla.experiments.experiment import Cell, Work
+from efla.experiments.mad.config import MadConfig, profile
 from efla.experiments.mad.model import build, loss_of
-from efla.experiments.mad.run import autocast
-from efla.experiments.mad.tasks import Setting
-from efla.runs.timing import Contender, Measurement, compare, seconds_per_call, training_step
+from efla.experiments.mad.tasks import Setting, generate
+from efla.runs.timing import Contender, Measurement, compare, training_step
+from efla.train.engine import Engine
 
 BATCH = 32
 SGEMM_SIZE = 1024
@@ -40,14 +40,8 @@ def step(threads: int, rounds: int) -> Iterator[list[Measurement]]:
         }
         flops = _matrix_flops(steps["native"])
         work = f"MAD training step, {task}, d{config.width} L{setting.seq_len} B{BATCH}, exact-flow"
-        measured = compare(
-            work,
-            [*kernel_contenders(steps), product],
-            threads=threads,
-            rounds=rounds,
-            useful_flops=flops,
-            flops_of=flops_of,
-        )
+        contenders = [*kernel_contenders(steps), product]
+        measured = compare(work, contenders, threads=threads, rounds=rounds, useful_flops=flops, flops_of=flops_of)
         chunked, multiplied = measured[1], measured[-1]
         least = flops / flops_of["sgemm"] * multiplied.median
         print(
@@ -85,40 +79,27 @@ def _matrix_flops(step: Callable[[], object]) -> float:
 
 def stepper(config: MadConfig, setting: Setting, arm: str, batch: int) -> Callable[[], float]:
     """One training step (forward, backward, AdamW) as a callable that returns the loss."""
-    few = replace(setting, num_train_examples=batch, num_test_examples=1)
-    data = mad.generate(few)
+    data = generate(replace(setting, num_train_examples=batch, num_test_examples=1))
     inputs, targets = data.train_inputs.to(config.device), data.train_targets.to(config.device)
-    model = build(config, setting, arm, 0).to(config.device)
+    model, engine = build(config, setting, arm, 0).to(config.device), Engine.alone(config.device)
 
     def loss() -> torch.Tensor:
-        with autocast(config):
+        with engine.autocast(config.precision):
             return loss_of(model, inputs, targets)
 
     return training_step(model, torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True), loss)
 
 
-def seconds_per_step(config: MadConfig, setting: Setting, arm: str, threads: int) -> float:
-    """Time of one step at the config's batch size."""
-    full = config.batch_of(setting.task)
-    batch = min(full, max(1, _TIMED_TOKENS // setting.seq_len))
-    return seconds_per_call(stepper(config, setting, arm, batch), threads) * full / batch
-
-
-def expected_seconds(config: MadConfig, cells: Sequence[Cell], threads: int) -> list[float]:
-    """Upper estimate for each cell, from a few steps timed now; early stopping makes a cell shorter.
-
-    One linear arm is timed for all of them: they differ little on a CPU.
-    """
-    timed: dict[tuple[str, int, int, str], float] = {}
-    found = []
-    for cell in cells:
-        setting = config.setting(cell.settings["task"], cell.settings["setting"])
-        key = (setting.task, setting.seq_len, setting.vocab_size, ARMS[cell.settings["arm"]].mixer)
-        if key not in timed:
-            timed[key] = seconds_per_step(config, setting, cell.settings["arm"], threads)
-        steps = config.steps_of(setting)
-        batch = config.batch_of(setting.task)
-        every = config.evaluate_every or -(-setting.num_train_examples // batch)
-        evaluations = -(-steps // every) * _EVALUATION * setting.num_test_examples / batch
-        found.append((steps + evaluations) * timed[key])
-    return found
+def work_of(config: MadConfig, cell: Cell) -> Work:
+    """The steps of a cell at most; early stopping makes it shorter. One linear arm is timed for all of them: they differ
+    little on a CPU."""
+    setting, arm = config.setting(cell.settings["task"], cell.settings["setting"]), cell.settings["arm"]
+    steps, batch = config.steps_of(setting), config.batch_of(setting.task)
+    every = config.evaluate_every or -(-setting.num_train_examples // batch)
+    evaluations = -(-steps // every) * _EVALUATION * setting.num_test_examples / batch
+    timed = min(batch, max(1, _TIMED_TOKENS // setting.seq_len))
+    return Work(
+        steps=(steps + evaluations) * batch / timed,
+        step=f"{setting.task} {setting.seq_len} {setting.vocab_size} {ARMS[arm].mixer}",
+        build=lambda: stepper(config, setting, arm, timed),
+    )

@@ -5,7 +5,8 @@ from collections.abc import Sequence
 from textwrap import fill
 from typing import NamedTuple
 
-from efla.experiments.mad.config import ARMS, TASK_ORDER, profile
+from efla.experiments.arms import ARMS
+from efla.experiments.mad.config import TASK_ORDER, profile
 from efla.experiments.mad.config import settings_of as profile_settings
 from efla.experiments.mad.tasks import SEED
 from efla.runs.names import name_of

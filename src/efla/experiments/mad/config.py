@@ -1,38 +1,17 @@
 """Configs of the MAD benchmark: arms, profiles and command-line options."""
 
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, NamedTuple
+from functools import cache
+from typing import Any, Literal
 
 import torch
 
-from efla.errors import unknown_name
-from efla.experiments.experiment import Group, Options, restrict_grid
+from efla.errors import check_names
+from efla.experiments.arms import ARMS
+from efla.experiments.experiment import GridConfig, GridOptions, Group, restrict_grid
 from efla.experiments.mad.tasks import SEED, TASKS, Setting, baseline, changed, sweep
-from efla.runs.records import GRID, Count, check_fields
+from efla.runs.records import GRID, Count
 
-
-class MixerArm(NamedTuple):
-    """A token mixer: linear attention with a rule and normalised or raw keys, softmax attention, or Mamba-2."""
-
-    mixer: str
-    rule: str = ""
-    key_norm: bool = False
-
-
-ARMS = {
-    "delta-l2": MixerArm("linear", "delta", True),
-    "exact-flow": MixerArm("linear", "efla"),
-    "delta-raw": MixerArm("linear", "delta"),
-    "exact-flow-l2": MixerArm("linear", "efla", True),
-    "gated-delta": MixerArm("linear", "gated_delta", True),
-    "gated-exact-flow": MixerArm("linear", "gated_efla"),
-    "attention": MixerArm("attention"),
-    "mamba2": MixerArm("mamba2"),
-    "rk2": MixerArm("linear", "rk2"),
-    "rk4": MixerArm("linear", "rk4"),
-    "implicit-euler": MixerArm("linear", "implicit_euler"),
-    "crank-nicolson": MixerArm("linear", "crank_nicolson"),
-}
 PAIR = ("delta-l2", "exact-flow")
 MAIN_ARMS = (*PAIR, "delta-raw")
 REFERENCE_ARMS = tuple(ARMS)[:7]
@@ -53,9 +32,13 @@ HARD = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class MadConfig:
-    """One table of runs: train on a setting with one rate and weight decay, evaluate on its test set."""
+class MadConfig(GridConfig):
+    """One table of runs: train on a setting with one rate and weight decay, evaluate on its test set.
 
+    The settings of a group are ``task/name``.
+    """
+
+    known_arms = tuple(ARMS)
     profile: str
     width: int = 128
     heads: int = 4
@@ -74,27 +57,17 @@ class MadConfig:
     precision: Literal["float32", "bfloat16"] = "float32"
     """float32, or bfloat16 (autocast; weights stay float32)."""
     device: str = "cpu"
-    backend: str = "auto"
     data: Literal["generated", "files"] = "generated"
     """generated, or files (the published data sets)."""
     bit_exact: bool = False
     guarantee_probe: bool = False
-    groups: tuple[Group, ...] = field(metadata=GRID)
-    """The settings of a group are ``task/name``."""
-    folder: str | None = field(default=None, metadata=GRID)
-    """Where the published data sets are on this machine."""
     gpu_share: float = field(default=1.0, metadata=GRID)
     """Share of a GPU that a cell requests from a Ray cluster."""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "groups", tuple(Group(*group) for group in self.groups))
-        check_fields(self)
-        known = settings_of(self.profile)
+        super().__post_init__()
         for group in self.groups:
-            for name in group.settings:
-                if name not in known:
-                    raise unknown_name(f"setting of profile {self.profile}", name, known)
-            group.check(ARMS)
+            check_names(f"setting of profile {self.profile}", group.settings, settings_of(self.profile))
         if (self.steps is None) == (self.epochs is None):
             raise ValueError(f"give the budget as steps or as epochs, got steps={self.steps} and epochs={self.epochs}")
         if not 0 < self.gpu_share <= 1:
@@ -102,9 +75,7 @@ class MadConfig:
         if self.width % self.heads:
             raise ValueError(f"width {self.width} is not a multiple of {self.heads} heads")
         if self.width % 16:
-            raise ValueError(
-                f"width must be a multiple of 16 (attention heads of width 8, rotary pairs), got {self.width}"
-            )
+            raise ValueError(f"width must be a multiple of 16 (attention heads of width 8, rotary), got {self.width}")
         if self.data == "files" and (self.bit_exact or self.guarantee_probe):
             raise ValueError(
                 "bit_exact and guarantee_probe are options of generated data; they cannot be combined with files (--data)"
@@ -127,66 +98,79 @@ class MadConfig:
 
 
 Profile = Literal["quick", "full", "reference"]
-PROFILES = ("quick", "full", "reference")
 
 
+_SHORT: dict[str, dict[str, Any]] = {
+    "memorization": {"vocab_size": 64, "num_train_examples": 64},
+    "compression": {"seq_len": 16},
+    "selective-copying": {"seq_len": 64, "num_tokens_to_copy": 8},
+}
+"""What the short setting of a task changes; the others shorten their sequences to 64."""
+
+
+@cache
 def settings_of(profile: str) -> dict[str, Setting]:
     """All settings of a profile by ``task/name``, cheap tasks first."""
+    check_names("profile", [profile], _PROFILES)
     if profile == "quick":
         found = [_short(task) for task in TASK_ORDER]
     elif profile == "full":
         found = [baseline(task) for task in TASK_ORDER] + [changed(task, *HARD[task]) for task in TASK_ORDER]
-    elif profile == "reference":
-        found = [setting for task in TASK_ORDER for setting in sweep(task)]
     else:
-        raise unknown_name("profile", profile, PROFILES)
+        found = [setting for task in TASK_ORDER for setting in sweep(task)]
     return {setting.id: setting for setting in found}
 
 
 def _short(task: str) -> Setting:
     """The baseline of a task, shortened: same layout, masking and metric."""
-    setting = replace(baseline(task), name="short", num_train_examples=3_200, num_test_examples=320)
-    if task == "memorization":
-        return replace(setting, vocab_size=64, num_train_examples=64)
-    if task == "compression":
-        return replace(setting, seq_len=16)
-    if task == "selective-copying":
-        return replace(setting, seq_len=64, num_tokens_to_copy=8)
-    return replace(setting, seq_len=64)
+    changes = {"num_train_examples": 3_200, "num_test_examples": 320} | _SHORT.get(task, {"seq_len": 64})
+    return replace(baseline(task), name="short", **changes)
+
+
+_PROFILES: dict[str, dict[str, Any]] = {
+    "quick": {
+        "width": 64, "heads": 2, "batch": 32, "memorization_batch": 16, "steps": 600, "memorization_steps": 400,
+        "evaluate_every": 200,
+    },
+    "full": {
+        "batch": 32, "memorization_batch": 32, "steps": 3_000, "memorization_steps": 1_600, "evaluate_every": 500,
+    },
+    "reference": {"batch": 128, "memorization_batch": 128, "epochs": 200},
+}  # fmt: skip
+
+
+def grid(profile: str, *, more_seeds: tuple[int, ...]) -> tuple[Group, ...]:
+    """The groups of a profile. more_seeds: of the main pair on the baselines of the full profile."""
+    settings, rates = tuple(settings_of(profile)), (5e-4, 1e-3)
+    if profile == "quick":
+        return (Group(PAIR, (1e-3,), (SEED,), settings=settings),)
+    if profile == "reference":
+        return (Group(REFERENCE_ARMS, (1e-4, *rates), (SEED,), (0.0, 0.1), settings),)
+    baselines, hard = settings[:6], settings[6:]
+    return (
+        Group(MAIN_ARMS, rates, (SEED,), settings=baselines),
+        Group(PAIR, rates, more_seeds, settings=baselines),
+        Group(MAIN_ARMS, rates, (SEED,), settings=hard),
+    )
 
 
 def profile(name: str, *, folder: str | None = None, device: str = "cpu") -> MadConfig:
     """The config of a profile."""
-    settings = tuple(settings_of(name))
-    data: Literal["generated", "files"] = "generated" if folder is None else "files"
-    if name == "quick":
-        return MadConfig(
-            profile=name, width=64, heads=2, batch=32, memorization_batch=16, steps=600, memorization_steps=400,
-            evaluate_every=200, data=data, folder=folder, device=device,
-            groups=(Group(PAIR, (1e-3,), (SEED,), settings=settings),),
-        )  # fmt: skip
-    if name == "full":
-        baselines, hard = settings[:6], settings[6:]
-        rates = (5e-4, 1e-3)
-        more_seeds = (SEED + 1, SEED + 2) if folder is None else ()  # the published files have one seed
-        return MadConfig(
-            profile=name, batch=32, memorization_batch=32, steps=3_000, memorization_steps=1_600, evaluate_every=500,
-            data=data, folder=folder, device=device,
-            groups=(
-                Group(MAIN_ARMS, rates, (SEED,), settings=baselines),
-                Group(PAIR, rates, more_seeds, settings=baselines),
-                Group(MAIN_ARMS, rates, (SEED,), settings=hard),
-            ),
-        )  # fmt: skip
+    check_names("profile", [name], _PROFILES)
+    in_bfloat16 = name == "reference" and device.startswith("cuda")
     return MadConfig(
-        profile=name, batch=128, memorization_batch=128, epochs=200, data=data, folder=folder, device=device,
-        precision="bfloat16" if device.startswith("cuda") else "float32",
-        groups=(Group(REFERENCE_ARMS, (1e-4, 5e-4, 1e-3), (SEED,), (0.0, 0.1), settings),),
-    )  # fmt: skip
+        profile=name,
+        **_PROFILES[name],
+        data="generated" if folder is None else "files",
+        folder=folder,
+        device=device,
+        precision="bfloat16" if in_bfloat16 else "float32",
+        groups=grid(name, more_seeds=(SEED + 1, SEED + 2) if folder is None else ()),  # the files have one seed
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
-class MadOptions(Options):
+class MadOptions(GridOptions):
     """MAD: six synthetic tasks (recall, copying, compression, memorisation), one small model per update rule."""
 
     profile: Profile = "quick"
@@ -204,18 +188,12 @@ class MadOptions(Options):
     arms: tuple[str, ...] | None = None
     """Arms to run: delta-l2, exact-flow, delta-raw, exact-flow-l2, gated-delta, gated-exact-flow, attention, mamba2, rk2,
     rk4, implicit-euler, crank-nicolson."""
-    rates: tuple[float, ...] | None = None
-    """Learning rates to run."""
     decays: tuple[float, ...] | None = None
-    """Weight decays to run."""
-    seeds: tuple[int, ...] | None = None
-    """Seeds to run; a seed sets data, weights and order. Arms, rates, decays and seeds choose a part of the profile's
-    runs; if the profile lacks one of their combinations, all combinations are run on every setting."""
+    """Weight decays to run. Arms, rates, decays and seeds (of data, weights and order) select a part of the profile's runs;
+    if it lacks one of their combinations, all are run on every setting instead."""
     heads: int | None = None
     """Heads instead of the profile's (at d = 128, 8 of width 16 have 2,048 numbers of state, as the reference's gated linear
     attention)."""
-    steps: int | None = None
-    """Optimiser steps instead of the profile's budget, for every task; recorded in the rows."""
     schedule: Literal["constant", "cosine"] = "constant"
     """Learning rate: constant, or cosine to 1e-6 over the budget."""
     precision: Literal["float32", "bfloat16"] | None = None
@@ -224,8 +202,6 @@ class MadOptions(Options):
     """cpu or cuda; default: a GPU for the reference profile if there is one, else the CPU."""
     gpu_share: float = 1.0
     """Share of a GPU that a run requests from a Ray cluster (--executor ray): 0.25 puts four on one."""
-    backend: str = "auto"
-    """Backend of the scan, see `efla doctor`."""
     bit_exact: bool = False
     """Generate recall tasks in the reference's order of draws (slow: it enumerates all motifs)."""
     guarantee_probe: bool = False
@@ -239,11 +215,8 @@ class MadOptions(Options):
                 "or reference"
             )
         config = profile(self.profile, folder=self.data, device=device)
-        changes: dict[str, Any] = {
-            "schedule": self.schedule, "backend": self.backend, "bit_exact": self.bit_exact,
-            "guarantee_probe": self.guarantee_probe, "gpu_share": self.gpu_share,
-        }  # fmt: skip
-        changes |= self.given("precision", "heads")
+        same = ("schedule", "backend", "bit_exact", "guarantee_probe", "gpu_share", "precision", "heads")
+        changes = self.given(*same)
         if self.steps is not None:
             changes |= {"steps": self.steps, "memorization_steps": None, "epochs": None}
         return replace(config, groups=self._groups(config), **changes)
@@ -251,22 +224,16 @@ class MadOptions(Options):
     def _groups(self, config: MadConfig) -> tuple[Group, ...]:
         """The requested part of the profile's grid."""
         known = settings_of(self.profile)
-        for kind, chosen, there in (
-            ("task", self.tasks, sorted({setting.task for setting in known.values()})),
-            ("setting", self.settings, sorted({setting.name for setting in known.values()})),
-        ):
-            for name in chosen or ():
-                if name not in there:
-                    raise unknown_name(kind, name, there)
-
-        def wanted(name: str) -> bool:
-            setting = known[name]
-            return (self.tasks is None or setting.task in self.tasks) and (
-                self.settings is None or setting.name in self.settings
-            )
-
+        check_names("task", self.tasks or (), sorted({setting.task for setting in known.values()}))
+        check_names("setting", self.settings or (), sorted({setting.name for setting in known.values()}))
+        wanted = {
+            setting.id
+            for setting in known.values()
+            if (self.tasks is None or setting.task in self.tasks)
+            and (self.settings is None or setting.name in self.settings)
+        }
         asked = self.given("arms", "rates", "decays", "seeds")
         every = tuple(dict.fromkeys(name for group in config.groups for name in group.settings))
         groups = restrict_grid(config.groups, asked, config.groups[0]._replace(settings=every))
-        narrowed = (group._replace(settings=tuple(filter(wanted, group.settings))) for group in groups)
+        narrowed = (group._replace(settings=tuple(filter(wanted.__contains__, group.settings))) for group in groups)
         return tuple(group for group in narrowed if group.settings)

@@ -4,28 +4,26 @@ Shapes: B sequences, L tokens, d = width, V tokens in the vocabulary, n targets.
 """
 
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
 from efla import rules
-from efla.experiments.mad.config import ARMS, MadConfig
+from efla.experiments.arms import ARMS
+from efla.experiments.mad.config import MadConfig
 from efla.experiments.mad.exact import IGNORE
 from efla.experiments.mad.tasks import Setting
 from efla.layers import LinearAttention, Mamba2, RMSNorm, SoftmaxAttention, SwiGLU
 from efla.layers.blocks import swiglu_width
-from efla.runs.records import Record
+from efla.models.accounting import parameter_count
 
 EPS = 1e-5
 TEST_BATCH = 128
 ATTENTION_HEAD_WIDTH = 8
 MAMBA2_HEAD_WIDTH, MAMBA2_STATE = 32, 16
 """With inner width 2d and N = 16, the state of a Mamba-2 layer has 32 d numbers, as many as H heads of width 32."""
-
-PARAMETERS = {"language-model": 410_320, "auto-encoder": 443_600}
-"""Parameters of every ungated recurrent arm at V = 16, d = 128, H = 4; asserted whenever such a model is built."""
 
 
 def mixer(arm: str, width: int, heads: int, backend: str = "auto") -> nn.Module:
@@ -36,13 +34,7 @@ def mixer(arm: str, width: int, heads: int, backend: str = "auto") -> nn.Module:
     if kind.mixer == "mamba2":
         return Mamba2(width, head_dim=MAMBA2_HEAD_WIDTH, state_size=MAMBA2_STATE, eps=EPS, backend=backend)
     return LinearAttention(
-        width,
-        num_heads=heads,
-        head_dim=width // heads,
-        rule=kind.rule,
-        key_norm=kind.key_norm,
-        eps=EPS,
-        backend=backend,
+        width, num_heads=heads, head_dim=width // heads, rule=kind.rule, key_norm=kind.l2_keys, eps=EPS, backend=backend
     )
 
 
@@ -87,8 +79,7 @@ class LanguageModel(nn.Module):
         self.encoder = Encoder(arm, vocab_size, width, heads, backend)
         self.norm = RMSNorm(width, EPS)
         self.head = nn.Linear(width, vocab_size)
-        nn.init.normal_(self.encoder.embedding.weight, std=0.02)
-        _zero_biases(self)
+        _initialise(self)
 
     def forward(self, tokens: Tensor, where: Tensor | None = None) -> Tensor:
         """where: indices [n] of positions in the flattened [B * L] axis; all of them if absent."""
@@ -116,11 +107,7 @@ class AutoEncoder(nn.Module):
             RMSNorm(width, EPS), nn.Linear(width, vocab_size),
         )  # fmt: skip
         self.register_buffer("sinusoid", sinusoid(length, width), persistent=False)
-        nn.init.normal_(self.encoder.embedding.weight, std=0.02)
-        for module in self.modules():
-            if isinstance(module, nn.Linear):
-                nn.init.normal_(module.weight, std=0.02)
-        _zero_biases(self)
+        _initialise(self, linears=True)
 
     def forward(self, tokens: Tensor, where: Tensor | None = None) -> Tensor:
         """where: as in :class:`LanguageModel`."""
@@ -128,6 +115,10 @@ class AutoEncoder(nn.Module):
         x = (encoding[:, None] + self.sinusoid[: tokens.shape[1]]).flatten(0, 1)
         logits: Tensor = self.decoder(x if where is None else x.index_select(0, where))
         return logits
+
+
+PARAMETERS = {LanguageModel: 410_320, AutoEncoder: 443_600}
+"""Parameters of every ungated recurrent arm at V = 16, d = 128, H = 4; asserted whenever such a model is built."""
 
 
 def sinusoid(length: int, width: int) -> Tensor:
@@ -148,24 +139,13 @@ def build(config: MadConfig, setting: Setting, arm: str, seed: int) -> LanguageM
             model = AutoEncoder(*sizes, setting.length, config.backend)
         else:
             model = LanguageModel(*sizes, config.backend)
-    _check_parameters(model, config, setting, arm)
+    ungated = ARMS[arm].mixer == "linear" and not rules.get(ARMS[arm].rule).needs_gate
+    if ungated and (config.width, config.heads) == (128, 4):
+        # Embedding and head grow by d + d + 1 with every token beyond 16.
+        expected = PARAMETERS[type(model)] + (setting.vocab_size - 16) * (2 * config.width + 1)
+        found = parameter_count(model)
+        assert found == expected, f"{setting.id}, {arm}: {found:,} parameters, not {expected:,}"
     return model
-
-
-def _check_parameters(model: nn.Module, config: MadConfig, setting: Setting, arm: str) -> None:
-    kind = ARMS[arm]
-    if kind.mixer != "linear" or rules.get(kind.rule).needs_gate or (config.width, config.heads) != (128, 4):
-        return
-    auto_encoder = setting.task == "compression"
-    # Embedding and head grow by d + d + 1 with every token beyond 16.
-    expected = PARAMETERS["auto-encoder" if auto_encoder else "language-model"]
-    expected += (setting.vocab_size - 16) * (2 * config.width + 1)
-    found = parameter_count(model)
-    assert found == expected, f"{setting.id}, {arm}: {found:,} parameters, not {expected:,}"
-
-
-def parameter_count(model: nn.Module) -> int:
-    return sum(p.numel() for p in model.parameters())
 
 
 def targets_of(targets: Tensor) -> tuple[Tensor | None, Tensor]:
@@ -182,8 +162,11 @@ def loss_of(model: nn.Module, tokens: Tensor, targets: Tensor) -> Tensor:
     return functional.cross_entropy(logits.to(torch.promote_types(logits.dtype, torch.float32)), wanted)
 
 
-def _zero_biases(model: nn.Module) -> None:
+def _initialise(model: nn.Module, *, linears: bool = False) -> None:
+    """Draw embeddings and, if asked, linear maps with a standard deviation of 0.02; set biases to 0."""
     for module in model.modules():
+        if isinstance(module, nn.Embedding) or (linears and isinstance(module, nn.Linear)):
+            nn.init.normal_(module.weight, std=0.02)
         if isinstance(module, nn.Linear) and module.bias is not None:
             nn.init.zeros_(module.bias)
 
@@ -200,9 +183,6 @@ class TaskScore:
     token_accuracy: float
     loss: float
     perplexity: float
-
-    def record(self) -> Record:
-        return asdict(self)
 
 
 NO_SCORE = TaskScore(math.nan, math.nan, math.nan, math.nan)

@@ -2,20 +2,21 @@
 
 import math
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import lru_cache
 
-import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from efla.experiments.experiment import Cell, Experiment, Report, grid_cells
-from efla.experiments.mad.config import ARMS, MadConfig
-from efla.experiments.mad.model import NO_SCORE, TaskScore, build, evaluate, loss_of, parameter_count
+from efla.experiments.arms import ARMS
+from efla.experiments.experiment import Cell, Experiment, Report, Work, grid_cells, shuffled_batches
+from efla.experiments.mad.config import MadConfig
+from efla.experiments.mad.model import NO_SCORE, TaskScore, build, evaluate, loss_of
 from efla.experiments.mad.tasks import TASKS, MadData, Setting, generate, load
+from efla.models.accounting import parameter_count
 from efla.runs.provenance import backend_used
 from efla.runs.records import Record
+from efla.train.engine import Engine
 
 LOWEST_RATE = 1e-6
 """Where the cosine schedule ends."""
@@ -43,17 +44,6 @@ class MadTraining:
         return min(finite, key=lambda item: item[1].perplexity, default=None)
 
 
-def batches(seed: int, count: int, batch: int) -> Iterator[tuple[int, Tensor]]:
-    """Endless (epoch, indices). Each epoch has an order seeded by (seed, epoch), the same for every arm; its last batch may
-    be smaller."""
-    epoch = 0
-    while True:
-        order = torch.from_numpy(np.random.default_rng([seed, epoch]).permutation(count))
-        for indices in order.split(batch):
-            yield epoch, indices
-        epoch += 1
-
-
 def rate_at(rate: float, progress: float, schedule: str) -> float:
     """The learning rate after a fraction of the budget: constant, or cosine from ``rate`` to 1e-6."""
     if schedule == "constant":
@@ -68,7 +58,8 @@ def train(
 
     No clipping, no warm-up. A non-finite loss ends the run and is recorded; it is not an error.
     """
-    setting, device = data.setting, torch.device(config.device)
+    setting, engine = data.setting, Engine.alone(config.device)
+    device = engine.device
     inputs, targets = data.train_inputs.to(device), data.train_targets.to(device)
     test = (data.test_inputs.to(device), data.test_targets.to(device))
     model = model.to(device)
@@ -81,12 +72,12 @@ def train(
     window, recent = max(1, budget // _CURVE_POINTS), torch.zeros((), device=device)
     result, value, shown = MadTraining(), math.nan, {"accuracy": math.nan}
     clock = time.perf_counter()
-    for step, (epoch, indices) in enumerate(batches(seed, len(inputs), batch), start=1):
+    for step, (epoch, indices) in enumerate(shuffled_batches(seed, len(inputs), batch), start=1):
         if config.schedule != "constant":
             progress = epoch / config.epochs if config.epochs is not None else (step - 1) / budget
             optimizer.param_groups[0]["lr"] = rate_at(rate, progress, config.schedule)
         indices = indices.to(device)
-        with autocast(config):
+        with engine.autocast(config.precision):
             loss = loss_of(model, inputs[indices], targets[indices])
         loss.backward()
         recent += loss.detach()
@@ -105,7 +96,7 @@ def train(
             result.train_seconds += time.perf_counter() - clock
             clock = time.perf_counter()
             model.eval()
-            with autocast(config):
+            with engine.autocast(config.precision):
                 score = evaluate(model, *test)
             model.train()
             result.scores.append((step, score))
@@ -121,11 +112,6 @@ def train(
             break
     result.train_seconds += time.perf_counter() - clock
     return result
-
-
-def autocast(config: MadConfig) -> torch.autocast:
-    """bfloat16 inside the model if the config asks for it; weights stay float32."""
-    return torch.autocast(config.device.partition(":")[0], torch.bfloat16, enabled=config.precision == "bfloat16")
 
 
 def summary(result: MadTraining) -> Record:
@@ -147,7 +133,7 @@ def summary(result: MadTraining) -> Record:
         "test_perplexity": best_score.perplexity,
         "stopped_early": result.stopped_early,
         "diverged_at": result.diverged_at,
-        "evaluations": [{"step": step, **score.record()} for step, score in result.scores],
+        "evaluations": [{"step": step, **asdict(score)} for step, score in result.scores],
         "losses": [[step, float(f"{loss:.6g}")] for step, loss in result.losses],
         "timing": {
             "train_seconds": round(result.train_seconds, 2),
@@ -181,32 +167,24 @@ class Mad(Experiment[MadConfig]):
             for task, name, seed in sorted(wanted):
                 data_of(self.config, self.config.setting(task, name), seed)
 
-    @property
-    def gpus_per_cell(self) -> float:
-        return self.config.gpu_share if self.config.device.startswith("cuda") else 0.0
+    def work(self, cell: Cell) -> Work:
+        from efla.experiments.mad.bench import work_of
 
-    def expected_seconds(self, cells: Sequence[Cell], threads: int) -> list[float] | None:
-        if self.config.device.startswith("cuda") and not torch.cuda.is_available():
-            return None  # the cells run on another machine
-        from efla.experiments.mad.bench import expected_seconds
-
-        return expected_seconds(self.config, cells, threads)
+        return work_of(self.config, cell)
 
     def run_cell(self, cell: Cell, report: Report) -> list[Record]:
         config, chosen = self.config, cell.settings
         setting = config.setting(chosen["task"], chosen["setting"])
         data = data_of(config, setting, chosen["seed"])
         model = build(config, setting, chosen["arm"], chosen["seed"])
-        result = train(
-            model, data, config, rate=chosen["rate"], decay=chosen["decay"], seed=chosen["seed"], report=report
-        )
-        numbers = summary(result)
+        rates = {"rate": chosen["rate"], "decay": chosen["decay"]}
+        numbers = summary(train(model, data, config, **rates, seed=chosen["seed"], report=report))
         attention = ARMS[chosen["arm"]].mixer == "attention"
         return [
             {
                 "profile": config.profile,
                 "shorthand": TASKS[setting.task],
-                "parameters_of_task": setting.record(),
+                "parameters_of_task": asdict(setting),
                 "heads": model.encoder.num_heads,
                 "width": config.width,
                 "batch": config.batch_of(setting.task),
@@ -223,14 +201,10 @@ class Mad(Experiment[MadConfig]):
         ]
 
 
-@lru_cache(maxsize=2)
-def _data(setting: Setting, seed: int, folder: str | None, bit_exact: bool, guarantee_probe: bool) -> MadData:
-    if folder is not None:
-        return load(setting, folder, seed)
-    return generate(setting, seed, bit_exact=bit_exact, guarantee_probe=guarantee_probe)
-
-
+@lru_cache(maxsize=2)  # the next arms train on the same data
 def data_of(config: MadConfig, setting: Setting, seed: int) -> MadData:
-    """The data of a setting, generated or read. The last two are cached for the next arms."""
-    folder = config.folder if config.data == "files" else None
-    return _data(setting, seed, folder, config.bit_exact, config.guarantee_probe)
+    """The data of a setting, generated or read."""
+    if config.data == "files":
+        assert config.folder is not None
+        return load(setting, config.folder, seed)
+    return generate(setting, seed, bit_exact=config.bit_exact, guarantee_probe=config.guarantee_probe)

@@ -3,36 +3,18 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field, replace
-from typing import Any, Literal, NamedTuple, get_args
+from dataclasses import dataclass, replace
+from typing import Any, Literal
 
-from efla.errors import unknown_name
-from efla.experiments.experiment import Group, Options
+from efla.errors import check_names
+from efla.experiments.arms import ARMS as ALL_ARMS
+from efla.experiments.experiment import GridConfig, GridOptions, Group
 from efla.experiments.smnist import data as smnist
-from efla.runs.records import GRID, Count, check_fields
+from efla.runs.records import Count
 
-
-class RuleArm(NamedTuple):
-    """The difference between two otherwise equal runs: the rule, and whether keys are L2-normalised."""
-
-    rule: str
-    l2_keys: bool
-
-
-ARMS = {
-    "exact-flow": RuleArm("efla", False),
-    "delta-raw": RuleArm("delta", False),
-    "delta-l2": RuleArm("delta", True),
-    "exact-flow-l2": RuleArm("efla", True),
-    "rk2": RuleArm("rk2", False),
-    "rk4": RuleArm("rk4", False),
-    "implicit-euler": RuleArm("implicit_euler", False),
-    "crank-nicolson": RuleArm("crank_nicolson", False),
-    "gated-delta": RuleArm("gated_delta", True),
-    "gated-exact-flow": RuleArm("gated_efla", False),
-}
 MAIN_ARMS = ("exact-flow", "delta-raw", "delta-l2")
-EXTENSION_ARMS = tuple(arm for arm in ARMS if arm not in MAIN_ARMS)
+EXTENSION_ARMS = ("exact-flow-l2", "rk2", "rk4", "implicit-euler", "crank-nicolson", "gated-delta", "gated-exact-flow")
+ARMS = {name: ALL_ARMS[name] for name in (*MAIN_ARMS, *EXTENSION_ARMS)}
 AUTHORS_ARMS = ("exact-flow", "delta-l2")
 AUTHORS_RATES = (3e-3, 1e-3)
 AUTHORS_SEEDS = tuple(range(42, 52))
@@ -48,23 +30,24 @@ BLOCKS = ("bare", "prenorm", "residual", "authors", *AUTHORS_CHANGES)
 CHANCE_LOSS = math.log(10)
 RATES = (1e-4, 3e-4, 1e-3, 3e-3, 1e-2)
 
-FULL_LEVELS: dict[str, tuple[float, ...]] = {
+Levels = dict[str, tuple[float, ...]]
+FULL_LEVELS: Levels = {
     "dropout": (0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8),
     "scale": (1, 1.25, 1.5, 2, 3, 4, 6, 8, 12, 16),
     "noise": (0, 0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.6, 0.8),
 }
-# A level's index in these lists seeds its random field, so all profiles see the same corrupted images: append new levels.
+# The indices of a kind and a level seed the random field, so all profiles see the same corrupted images: append new ones.
 LEVELS = {
     "dropout": (*FULL_LEVELS["dropout"], 0.9, 1),
     "scale": (*FULL_LEVELS["scale"], 5, 7, 9, 10),
     "noise": (*FULL_LEVELS["noise"], 0.5, 0.7, 0.9, 1),
 }
-AUTHORS_LEVELS: dict[str, tuple[float, ...]] = {
+AUTHORS_LEVELS: Levels = {
     "dropout": (0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1),
     "scale": (1, 2, 3, 4, 5, 6, 7, 8, 9, 10),
     "noise": (0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1),
 }
-QUICK_LEVELS: dict[str, tuple[float, ...]] = {
+QUICK_LEVELS: Levels = {
     "dropout": (0, 0.2, 0.4, 0.6),
     "scale": (1, 1.5, 2, 4, 8, 16),
     "noise": (0, 0.1, 0.2, 0.4),
@@ -72,9 +55,10 @@ QUICK_LEVELS: dict[str, tuple[float, ...]] = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class SmnistConfig:
-    """One table of runs, arms x rates x seeds, for the robustness and the learning-rate experiment."""
+class SmnistConfig(GridConfig):
+    """One table of runs for the robustness and the learning-rate experiment. The settings of a group are blocks."""
 
+    known_arms = tuple(ARMS)
     length: int
     """Pixels per image: 784, or 196 (mean over 2 x 2 blocks)."""
     steps: Count
@@ -101,22 +85,14 @@ class SmnistConfig:
     """What the head reads: the mean over positions, or the last one. The names of the authors' blocks say what they read."""
     clip: float = 1.0
     weight_decay: float = 0.01
-    backend: str = "auto"
     chunk_size: int = 32
-    groups: tuple[Group, ...] = field(metadata=GRID)
-    """The settings of a group are blocks."""
-    folder: str | None = field(default=None, metadata=GRID)
-    """Where the idx files are on this machine."""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "groups", tuple(Group(*group) for group in self.groups))
-        check_fields(self)
+        super().__post_init__()
         for group in self.groups:
-            group.check(ARMS)
+            check_names("block", group.settings, BLOCKS)
             gated = [arm for arm in group.arms if arm.startswith("gated")]
             for block in group.settings:
-                if block not in BLOCKS:
-                    raise unknown_name("block", block, BLOCKS)
                 if block.startswith("authors") and gated:
                     raise ValueError(f"the block '{block}' has no gate: run {', '.join(gated)} on another block")
         if self.length not in (196, 784):
@@ -129,7 +105,7 @@ class SmnistConfig:
                     f"{kind} levels must start with {LEVELS[kind][0]} and come from {LEVELS[kind]}, got {levels}"
                 )
 
-    def levels(self) -> dict[str, tuple[float, ...]]:
+    def levels(self) -> Levels:
         """The levels of each kind of corruption."""
         return {"dropout": self.dropout_levels, "scale": self.scale_levels, "noise": self.noise_levels}
 
@@ -143,61 +119,69 @@ class SmnistConfig:
 Profile = Literal["quick", "full", "paper", "authors", "authors-changes"]
 
 
+def _group(block: str, arms: tuple[str, ...], rates: tuple[float, ...], seeds: tuple[int, ...]) -> Group:
+    return Group(arms, rates, seeds, settings=(block,))
+
+
+_AUTHORS: dict[str, Any] = {
+    "perturbed_on": "published",
+    "perturbed_rates": RATES,
+    **{f"{kind}_levels": levels for kind, levels in AUTHORS_LEVELS.items()},
+}
+_PROFILES: dict[str, dict[str, Any]] = {
+    "quick": {
+        "length": 196,
+        "steps": 200,
+        "clean_on": "test2k",
+        "perturbed_on": "test2k",
+        **{f"{kind}_levels": levels for kind, levels in QUICK_LEVELS.items()},
+        "groups": (_group("bare", MAIN_ARMS, (3e-3, 1e-3), (0,)),),
+    },
+    "full": {
+        "steps": 400,
+        "perturbed_on": "test2k",
+        "accuracy_every": 100,
+        "groups": (
+            _group("bare", MAIN_ARMS, (3e-3, 1e-3, 1e-4, 3e-4, 1e-2), (0, 1, 2)),
+            _group("prenorm", MAIN_ARMS, (3e-3,), (0,)),
+            _group("residual", MAIN_ARMS, (3e-3,), (0, 1, 2)),
+            _group("bare", EXTENSION_ARMS, (3e-3,), (0, 1, 2)),
+        ),
+    },
+    "paper": {
+        "perturbed_on": "all",
+        "perturbed_rates": RATES,
+        "accuracy_every": 469,
+        "groups": (_group("bare", (*MAIN_ARMS, "implicit-euler", "exact-flow-l2"), RATES, (0, 1, 2, 3, 4)),),
+    },
+    "authors": {
+        **_AUTHORS,
+        "groups": (
+            _group("authors", AUTHORS_ARMS, AUTHORS_RATES, AUTHORS_SEEDS[:5]),
+            _group("authors", AUTHORS_ARMS, AUTHORS_RATES, AUTHORS_SEEDS[5:]),
+            _group("authors", ("delta-raw", "implicit-euler", "crank-nicolson"), AUTHORS_RATES, AUTHORS_SEEDS[:3]),
+        ),
+    },
+    "authors-changes": {
+        **_AUTHORS,
+        "groups": (
+            *(_group(block, AUTHORS_ARMS, (3e-3,), AUTHORS_SEEDS[:3]) for block in list(AUTHORS_CHANGES)[:-1]),
+            _group("authors-clamped", ("exact-flow",), (3e-3,), (44,)),
+        ),
+    },
+}
+
+
 def profile(name: str, *, dataset: str, folder: str | None = None, train_images: int = 60_000) -> SmnistConfig:
     """The config of a profile. train_images: how many images the source has; some profiles count passes over them."""
-
-    def group(block: str, arms: tuple[str, ...], rates: tuple[float, ...], seeds: tuple[int, ...]) -> Group:
-        return Group(arms, rates, seeds, settings=(block,))
-
-    changes: dict[str, Any]
-    if name == "quick":
-        changes = {
-            "length": 196, "steps": 200, "clean_on": "test2k", "perturbed_on": "test2k", **_levels(QUICK_LEVELS),
-            "groups": (group("bare", MAIN_ARMS, (3e-3, 1e-3), (0,)),),
-        }  # fmt: skip
-    elif name == "full":
-        seeds = (0, 1, 2)
-        changes = {
-            "steps": 400, "perturbed_on": "test2k", "accuracy_every": 100,
-            "groups": (
-                group("bare", MAIN_ARMS, (3e-3, 1e-3, 1e-4, 3e-4, 1e-2), seeds),
-                group("prenorm", MAIN_ARMS, (3e-3,), (0,)),
-                group("residual", MAIN_ARMS, (3e-3,), seeds),
-                group("bare", EXTENSION_ARMS, (3e-3,), seeds),
-            ),
-        }  # fmt: skip
-    elif name == "paper":
-        changes = {
-            "steps": 10 * (train_images // 128), "perturbed_on": "all", "perturbed_rates": RATES, "accuracy_every": 469,
-            "groups": (group("bare", (*MAIN_ARMS, "implicit-euler", "exact-flow-l2"), RATES, (0, 1, 2, 3, 4)),),
-        }  # fmt: skip
-    elif name in ("authors", "authors-changes"):
-        grids = {
-            "authors": (
-                group("authors", AUTHORS_ARMS, AUTHORS_RATES, AUTHORS_SEEDS[:5]),
-                group("authors", AUTHORS_ARMS, AUTHORS_RATES, AUTHORS_SEEDS[5:]),
-                group("authors", ("delta-raw", "implicit-euler", "crank-nicolson"), AUTHORS_RATES, AUTHORS_SEEDS[:3]),
-            ),
-            "authors-changes": (
-                *(group(block, AUTHORS_ARMS, (3e-3,), AUTHORS_SEEDS[:3]) for block in list(AUTHORS_CHANGES)[:-1]),
-                group("authors-clamped", ("exact-flow",), (3e-3,), (44,)),
-            ),
-        }
-        changes = {
-            "steps": math.ceil(train_images / 128), "perturbed_on": "published", "perturbed_rates": RATES,
-            **_levels(AUTHORS_LEVELS), "groups": grids[name],
-        }  # fmt: skip
-    else:
-        raise unknown_name("profile", name, get_args(Profile))
-    return SmnistConfig(**{"length": 784, "clean_on": "all", "dataset": dataset, "folder": folder, **changes})
-
-
-def _levels(levels: dict[str, tuple[float, ...]]) -> dict[str, Any]:
-    return {f"{kind}_levels": values for kind, values in levels.items()}
+    check_names("profile", [name], _PROFILES)
+    passes = {"paper": 10 * (train_images // 128)}.get(name, math.ceil(train_images / 128))
+    fields: dict[str, Any] = {"length": 784, "clean_on": "all", "steps": passes, "dataset": dataset, "folder": folder}
+    return SmnistConfig(**fields | _PROFILES[name])
 
 
 @dataclass(frozen=True, kw_only=True)
-class SmnistOptions(Options):
+class SmnistOptions(GridOptions):
     """Sequential MNIST under pixel dropout, intensity scaling and noise."""
 
     profile: Profile = "quick"
@@ -211,23 +195,15 @@ class SmnistOptions(Options):
     arms: tuple[str, ...] | None = None
     """Arms to run instead of the profile's: exact-flow, delta-raw, delta-l2, exact-flow-l2, rk2, rk4, implicit-euler,
     crank-nicolson, gated-delta, gated-exact-flow."""
-    rates: tuple[float, ...] | None = None
-    """Learning rates instead of the profile's."""
-    seeds: tuple[int, ...] | None = None
-    """Seeds instead of the profile's."""
     blocks: tuple[str, ...] | None = None
     """Blocks instead of the profile's: bare, prenorm, residual, authors, authors-silu, authors-conv, authors-qnorm,
     authors-mean, authors-clamped."""
-    steps: int | None = None
-    """Training steps instead of the profile's; recorded in the rows."""
     length: int | None = None
     """784 pixels, or 196 (2 x 2 means), instead of the profile's."""
     train_images: int | None = None
     """Number of training images; default: all."""
     readout: Literal["mean", "last"] = "mean"
     """What the classifier reads: the mean over positions, or the last one."""
-    backend: str = "auto"
-    """Backend of the scan, see `efla doctor`."""
 
     @classmethod
     def for_all(cls, profile: Profile, data: str | None) -> SmnistOptions:
@@ -238,17 +214,13 @@ class SmnistOptions(Options):
         in_passes = self.profile not in ("quick", "full")
         count = len(smnist.load(source, folder).train) if in_passes else 60_000
         config = profile(self.profile, dataset=source, folder=folder, train_images=count)
-        changes = self.given("steps", "length", "train_images")
-        return replace(config, backend=self.backend, readout=self.readout, groups=self._groups(config), **changes)
-
-    def _groups(self, config: SmnistConfig) -> tuple[Group, ...]:
-        """The profile's groups; if arms, rates, seeds or blocks are given, their product, completed from the first group."""
-        if not self.given("arms", "rates", "seeds", "blocks"):
-            return config.groups
-        first = config.groups[0]
-        blocks = self.blocks if self.blocks is not None else first.settings
-        asked = (self.arms or first.arms, self.rates or first.rates, self.seeds or first.seeds)
-        return tuple(Group(*asked, settings=(block,)) for block in blocks)
+        groups = config.groups
+        if asked := self.given("arms", "rates", "seeds", "blocks"):
+            # The product of what is given, completed from the profile's first group, one group per block.
+            first = groups[0]._replace(**{axis: asked[axis] for axis in ("arms", "rates", "seeds") if axis in asked})
+            groups = tuple(first._replace(settings=(block,)) for block in asked.get("blocks", first.settings))
+        changes = self.given("steps", "length", "train_images", "readout", "backend")
+        return replace(config, groups=groups, **changes)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -257,7 +229,5 @@ class LrOptions(SmnistOptions):
 
     def config(self) -> SmnistConfig:
         config = super().config()
-        bare = tuple(group for group in config.groups if "bare" in group.settings)[:1] or config.groups[:1]
-        if self.rates is None:
-            bare = tuple(group._replace(rates=RATES) for group in bare)
-        return replace(config, groups=bare)
+        bare = [group for group in config.groups if "bare" in group.settings] or config.groups
+        return replace(config, groups=(bare[0]._replace(rates=self.rates or RATES),))

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import torch
 
-from efla.errors import unknown_name
+from efla.errors import check_names
 from efla.experiments.experiment import Options
 from efla.experiments.lm.config import ARM_ORDER
 from efla.models import presets
@@ -21,15 +21,7 @@ Size = Literal["quick", "full", "340m", "1.3b"]
 Precision = Literal["float32", "bfloat16"]
 # Ours and theirs. The paper's figure is about the throughput of the first over that of the second.
 PAIRS = {"exact-flow": "delta-l2", "gated-exact-flow": "gated-delta"}
-_PRESETS = {
-    "delta-l2": "deltanet",
-    "exact-flow": "efla",
-    "gated-delta": "gated-deltanet",
-    "gated-exact-flow": "gated-efla",
-    "mamba2": "mamba2",
-    "attention": "transformer",
-}
-ARMS = tuple(_PRESETS)
+ARMS = ARM_ORDER[:6]
 # Profile -> size, tokens per step, lengths, rounds.
 _CPU: dict[Profile, tuple[Size, int, tuple[int, ...], int]] = {
     "quick": ("quick", 2_048, (256, 1_024), 7),
@@ -65,19 +57,14 @@ class ThroughputConfig:
     def __post_init__(self) -> None:
         object.__setattr__(self, "settings", tuple(Shape(*shape) for shape in self.settings))
         check_fields(self)
-        known = ARM_ORDER if self.size in ("quick", "full") else ARMS
-        for arm in self.arms:
-            if arm not in known:
-                raise unknown_name(f"arm of size {self.size}", arm, known)
+        check_names("arm", self.arms, ARM_ORDER)
         for shape in self.settings:
             if shape.length < 2 or shape.batch < 1:
                 raise ValueError(f"a batch needs at least 1 row of at least 2 tokens, got {shape}")
 
     def model_config(self, arm: str) -> EflaConfig:
         """The config of the model that is timed for an arm."""
-        if self.size in ("quick", "full"):
-            return presets.arm(arm, self.size, backend=self.backend)
-        return presets.get(f"{_PRESETS[arm]}-{self.size}", backend=self.backend)
+        return presets.arm(arm, self.size, backend=self.backend)
 
 
 def shapes_of(tokens: int, lengths: tuple[int, ...]) -> tuple[Shape, ...]:

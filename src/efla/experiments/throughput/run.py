@@ -8,7 +8,7 @@ import torch
 from efla import EflaForCausalLM
 from efla.experiments.experiment import Cell, Experiment, Report
 from efla.experiments.throughput.config import Shape, ThroughputConfig
-from efla.models.accounting import flops_per_token
+from efla.models.accounting import flops_per_token, parameter_count
 from efla.runs.provenance import PeakMemory
 from efla.runs.records import Record
 from efla.runs.timing import Contender, samples_in_turn
@@ -30,10 +30,6 @@ class Throughput(Experiment[ThroughputConfig]):
     def cells(self) -> list[Cell]:
         return [Cell(shape._asdict()) for shape in self.config.settings]
 
-    @property
-    def gpus_per_cell(self) -> float:
-        return 1.0 if self.config.device.startswith("cuda") else 0.0
-
     def run_cell(self, cell: Cell, report: Report) -> list[Record]:
         """All models stay in memory, so that a round can go from one arm to the next."""
         config, shape = self.config, Shape(**cell.settings)
@@ -49,7 +45,7 @@ class Throughput(Experiment[ThroughputConfig]):
             contenders.append(Contender(arm, step))
             context = shape.length // 2  # softmax layers see half a row on average
             arms[arm] = {
-                "parameters": sum(p.numel() for p in model.parameters()),
+                "parameters": parameter_count(model),
                 "flops_per_token": 3 * flops_per_token(model.config, context),
             }
             report(0.2 * number / len(config.arms))
