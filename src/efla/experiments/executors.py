@@ -28,19 +28,16 @@ def run_inline(experiment: Experiment[Any], cells: Sequence[Cell], workers: int,
     assert workers == 1
     for cell in cells:
         emit(Event("started", cell))
+
+        def report(fraction: float, **values: float) -> None:
+            emit(Event("progress", cell, fraction, values))  # noqa: B023 (called within this iteration only)
+
         try:
-            rows = execute(experiment, cell, _reporter(cell, emit), threads)
+            rows = execute(experiment, cell, report, threads)
         except Exception:
             emit(Event("failed", cell, message=traceback.format_exc()))
         else:
             emit(Event("finished", cell, rows=rows))
-
-
-def _reporter(cell: Cell, emit: Emit) -> Report:
-    def report(fraction: float, **values: float) -> None:
-        emit(Event("progress", cell, fraction, values))
-
-    return report
 
 
 def task_of(experiment: Experiment[Any], cell: Cell, threads: int) -> Record:
@@ -65,47 +62,39 @@ def run_in_processes(
 ) -> None:
     """Run the cells in worker processes. If a worker dies, only its cell fails."""
     waiting = deque(cells)
-    messages: queue.Queue[tuple[_Worker, Record | None]] = queue.Queue()
+    messages: Messages = queue.Queue()
     running: dict[_Worker, Cell] = {}
-    pool: list[_Worker] = []
+
+    def assign(worker: _Worker, cell: Cell) -> None:
+        running[worker] = cell
+        emit(Event("started", cell))
+        worker.send(task_of(experiment, cell, threads))
+
     try:
-        for _ in range(min(workers, len(waiting))):
-            pool.append(_Worker(threads, messages))
-            _assign(pool[-1], experiment, waiting.popleft(), running, emit)
+        for _ in range(min(workers, len(cells))):
+            assign(_Worker(threads, messages), waiting.popleft())
         while running:
             worker, message = messages.get()
-            cell = running.pop(worker, None)
-            if cell is None:
+            if worker not in running:
+                continue  # stopped
+            event = message or {"kind": "failed", "message": worker.exit_message()}
+            emit(Event(cell=running[worker], **event))
+            if event["kind"] == "progress":
                 continue
-            if message is not None and message["kind"] == "progress":
-                running[worker] = cell
-                emit(Event("progress", cell, message["fraction"], message["values"]))
-                continue
-            if message is None:  # the worker died
-                text = worker.exit_message()
+            if message is None or not waiting:
                 worker.stop()
-                pool.remove(worker)
-                emit(Event("failed", cell, message=text))
-                if waiting:
-                    worker = _Worker(threads, messages)
-                    pool.append(worker)
-            elif message["kind"] == "finished":
-                emit(Event("finished", cell, rows=message["rows"]))
-            else:
-                emit(Event("failed", cell, message=message["message"]))
+                del running[worker]
             if waiting:
-                _assign(worker, experiment, waiting.popleft(), running, emit)
+                assign(worker if message else _Worker(threads, messages), waiting.popleft())
     finally:
-        for worker in pool:
+        for worker in running:
             worker.stop()
 
 
 class _Worker:
     """A worker process and the thread that reads its messages."""
 
-    def __init__(self, threads: int, messages: queue.Queue[tuple[_Worker, Record | None]]) -> None:
-        self.threads = threads
-        one = str(threads)
+    def __init__(self, threads: int, messages: Messages) -> None:
         self._errors: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115
         self._process = subprocess.Popen(
             [sys.executable, "-m", "efla.experiments.worker"],
@@ -114,7 +103,7 @@ class _Worker:
             stderr=self._errors,
             text=True,
             encoding="utf-8",
-            env=os.environ | {"OMP_NUM_THREADS": one, "MKL_NUM_THREADS": one},
+            env=os.environ | dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), str(threads)),
             start_new_session=True,  # Ctrl-C reaches the parent only, which then stops its workers
         )
         self._listener = threading.Thread(target=self._listen, args=(messages,), daemon=True)
@@ -143,7 +132,7 @@ class _Worker:
         how = f"was killed by signal {-code} (out of memory?)" if code < 0 else f"ended with code {code}"
         return f"the worker process {how}" + (f"; its last output:\n{tail}" if tail else "")
 
-    def _listen(self, messages: queue.Queue[tuple[_Worker, Record | None]]) -> None:
+    def _listen(self, messages: Messages) -> None:
         assert self._process.stdout is not None
         with contextlib.suppress(ValueError):  # the last line of a worker that died
             for line in self._process.stdout:
@@ -151,10 +140,8 @@ class _Worker:
         messages.put((self, None))
 
 
-def _assign(worker: _Worker, experiment: Experiment[Any], cell: Cell, running: dict[_Worker, Cell], emit: Emit) -> None:
-    running[worker] = cell
-    emit(Event("started", cell))
-    worker.send(task_of(experiment, cell, worker.threads))
+Messages = queue.Queue[tuple[_Worker, Record | None]]
+"""From which worker, and what; ``None`` when it has died."""
 
 
 def run_on_ray(experiment: Experiment[Any], cells: Sequence[Cell], workers: int, threads: int, emit: Emit) -> None:

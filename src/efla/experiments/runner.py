@@ -8,8 +8,8 @@ from typing import Any
 
 from rich.console import Console
 
-from efla.errors import unknown_name
-from efla.experiments.executors import Emit, run_in_processes, run_inline, run_on_ray
+from efla.errors import check_names
+from efla.experiments.executors import run_in_processes, run_inline, run_on_ray
 from efla.experiments.experiment import Cell, Event, Experiment
 from efla.runs.folder import RunFolder
 from efla.runs.progress import GridProgress, clock, format_values
@@ -40,8 +40,7 @@ def run(
     A cell that fails does not stop the others; all failures are raised as one error at the end. Ctrl-C stops the workers
     and loses only the cells in progress; the same command resumes.
     """
-    if executor not in EXECUTORS:
-        raise unknown_name("executor", executor, EXECUTORS)
+    check_names("executor", [executor], EXECUTORS)
     if workers < 1 or threads < 1:
         raise ValueError(f"workers and threads must be at least 1, got {workers} and {threads}")
     if executor == "inline":
@@ -49,7 +48,11 @@ def run(
     console = console or Console(stderr=True)
     experiment = experiment.with_output(output)
     cells = experiment.cells()
-    _check_grid(cells)
+    if not cells:
+        raise ValueError("the grid has no cells; give at least one arm, rate and seed")
+    name, count = Counter(cell.id for cell in cells).most_common(1)[0]
+    if count > 1:
+        raise ValueError(f"cell '{name}' is in the grid {count} times")
     experiment.prepare()
     with RunFolder.open(output, experiment.folder_name(), experiment.protocol()) as folder:
         if folder.repaired:
@@ -63,7 +66,7 @@ def run(
                 experiment.clean_up(cell)
         if skipped:
             console.print(f"{skipped} of {len(cells)} cells are in {output} already", markup=False)
-        expected = _expected(experiment, to_do, workers, threads, console) if to_do else None
+        expected = _expected(experiment, to_do, workers, threads, console)
         failures: list[Event] = []
         with GridProgress(console, len(cells), already=skipped, workers=workers, expected=expected) as grid:
 
@@ -73,7 +76,6 @@ def run(
                 elif event.kind == "progress":
                     grid.progress(event.cell.id, event.fraction, event.values)
                 elif event.kind == "finished":
-                    assert event.rows is not None
                     folder.append(event.rows)
                     experiment.clean_up(event.cell)
                     grid.finish(event.cell.id, format_values(event.rows[-1].get("show", {})))
@@ -82,7 +84,8 @@ def run(
                     grid.fail(event.cell.id, event.message)
 
             try:
-                _execute(executor, experiment, to_do, workers, threads, emit)
+                if to_do:
+                    EXECUTORS[executor](experiment, to_do, workers, threads, emit)
             except KeyboardInterrupt:
                 done = len(folder.finished() & {cell.id for cell in cells})
                 console.print(
@@ -102,8 +105,8 @@ def run(
 def _expected(
     experiment: Experiment[Any], cells: Sequence[Cell], workers: int, threads: int, console: Console
 ) -> dict[str, float] | None:
-    """Seconds per cell by id, if the experiment can estimate them; prints the total."""
-    seconds = experiment.expected_seconds(cells, threads)
+    """Seconds per cell by id, if there are cells and the experiment can estimate them; prints the total."""
+    seconds = experiment.expected_seconds(cells, threads) if cells else None
     if seconds is None:
         return None
     workers = min(workers, len(cells))
@@ -114,18 +117,3 @@ def _expected(
         soft_wrap=True,
     )
     return {cell.id: value for cell, value in zip(cells, seconds, strict=True)}
-
-
-def _execute(
-    executor: str, experiment: Experiment[Any], cells: Sequence[Cell], workers: int, threads: int, emit: Emit
-) -> None:
-    if cells:
-        EXECUTORS[executor](experiment, cells, workers, threads, emit)
-
-
-def _check_grid(cells: Sequence[Cell]) -> None:
-    if not cells:
-        raise ValueError("the grid has no cells; give at least one arm, rate and seed")
-    name, count = Counter(cell.id for cell in cells).most_common(1)[0]
-    if count > 1:
-        raise ValueError(f"cell '{name}' is in the grid {count} times")
