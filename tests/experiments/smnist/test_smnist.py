@@ -12,7 +12,7 @@ import torch
 from rich.console import Console
 
 from efla import rules
-from efla.experiments.experiment import Group
+from efla.experiments.experiment import Group, shuffled_batches
 from efla.experiments.runner import run
 from efla.experiments.smnist.config import (
     ARMS,
@@ -23,8 +23,9 @@ from efla.experiments.smnist.config import (
     profile,
 )
 from efla.experiments.smnist.data import Images, Mnist
-from efla.experiments.smnist.model import Classifier, build, parameter_count
-from efla.experiments.smnist.run import Data, SmnistRobustness, batch_indices, evaluate, perturb, train
+from efla.experiments.smnist.model import Classifier, Model, build
+from efla.experiments.smnist.run import Data, SmnistRobustness, evaluate, perturb, train
+from efla.models.accounting import parameter_count
 from efla.runs.records import Record
 from efla.runs.rows import read_rows
 from tests.experiments.smnist.test_data import write_idx
@@ -83,27 +84,45 @@ def test_equal_seeds_give_equal_initial_tensors_in_every_arm(block: str) -> None
 
 
 def test_the_order_of_the_data_depends_on_seed_and_epoch_only() -> None:
-    first = batch_indices(3, 0, 1000, 128)
+    def epochs(seed: int) -> list[torch.Tensor]:
+        stream = shuffled_batches(seed, 1000, 128, drop_last=True)
+        numbered = [next(stream) for _ in range(14)]
+        assert [epoch for epoch, _ in numbered] == [0] * 7 + [1] * 7
+        return [torch.stack([indices for of, indices in numbered if of == epoch]) for epoch in (0, 1)]
+
+    first, second = epochs(3)
     assert first.shape == (7, 128)
-    assert torch.equal(first, batch_indices(3, 0, 1000, 128))
-    assert not torch.equal(first, batch_indices(3, 1, 1000, 128))
-    assert not torch.equal(first, batch_indices(4, 0, 1000, 128))
+    assert torch.equal(first, epochs(3)[0])
+    assert not torch.equal(first, second)
+    assert not torch.equal(first, epochs(4)[0])
     assert len(first.unique()) == first.numel()
+
+
+def scale_keys(model: Model, factor: float) -> None:
+    """Multiply the keys behind their convolution, before they are normalised."""
+    assert isinstance(model, Classifier)
+    convolution = model.blocks[0].mixer.convs[1]
+    convolution.register_forward_hook(lambda module, arguments, output: (factor * output[0], *output[1:]))
 
 
 def test_scaling_all_keys_leaves_delta_l2_unchanged_and_changes_exact_flow() -> None:
     x = digits(4)
     with torch.no_grad():
         l2, exact = build(QUICK, "bare", "delta-l2", 0), build(QUICK, "bare", "exact-flow", 0)
-        torch.testing.assert_close(l2(x, k_scale=3.0), l2(x), rtol=1e-3, atol=1e-4)
-        assert float((exact(x, k_scale=3.0) - exact(x)).abs().max()) > 1e-2
+        plain = l2(x), exact(x)
+        scale_keys(l2, 3.0)
+        scale_keys(exact, 3.0)
+        torch.testing.assert_close(l2(x), plain[0], rtol=1e-3, atol=1e-4)
+        assert float((exact(x) - plain[1]).abs().max()) > 1e-2
 
 
 @pytest.mark.parametrize("arm", MAIN_ARMS)
 def test_scaling_the_queries_tenfold_changes_bare_logits_by_less_than_one_percent(arm: str) -> None:
     model, x = build(QUICK, "bare", arm, 0), digits(4)
     with torch.no_grad():
-        plain, scaled = model(x), model(x, q_scale=10.0)
+        plain, scan = model(x), model.probe.scan
+        model.probe.scan = lambda q, *others, **options: scan(10 * q, *others, **options)  # type: ignore[method-assign]
+        scaled = model(x)
     assert float((scaled - plain).norm() / plain.norm()) < 0.01
 
 
@@ -142,11 +161,12 @@ def test_one_key_repeated_with_step_size_three_overflows_after_128_tokens() -> N
 
 def test_with_tiny_keys_delta_raw_and_exact_flow_agree_on_the_loss() -> None:
     x, y = digits(8), torch.arange(8)
-    with torch.no_grad():
-        losses = [
-            torch.nn.functional.cross_entropy(build(QUICK, "bare", arm, 0)(x, k_scale=1e-3), y)
-            for arm in ("delta-raw", "exact-flow")
-        ]
+    losses = []
+    for arm in ("delta-raw", "exact-flow"):
+        model = build(QUICK, "bare", arm, 0)
+        scale_keys(model, 1e-3)
+        with torch.no_grad():
+            losses.append(torch.nn.functional.cross_entropy(model(x), y))
     assert abs(float(losses[0] - losses[1])) < 1e-3
 
 

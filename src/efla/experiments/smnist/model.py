@@ -5,7 +5,7 @@ Shapes: B images, T pixels, D = width, H heads of width K = V = D / H.
 
 import math
 import time
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +14,7 @@ from torch.nn import functional
 import efla
 from efla.experiments.smnist.config import ARMS, SmnistConfig
 from efla.layers import RMSNorm, ShortConvolution
+from efla.models.accounting import parameter_count
 from efla.rules import get
 from efla.rules.base import StepCoefficients, without_decay
 from efla.rules.exact_flow import ExactFlow
@@ -32,7 +33,6 @@ class Probe:
         self.keep_all = False
 
     def see(self, step_size: Tensor) -> None:
-        step_size = step_size.detach()
         self.step_sizes.append(step_size if self.keep_all else step_size.amax())
 
     def pop(self) -> Tensor:
@@ -86,7 +86,7 @@ class Mixer(nn.Module):
         dt = torch.exp(math.log(0.001) + torch.rand(H) * (math.log(0.1) - math.log(0.001))).clamp(min=1e-4)
         self.dt_bias = nn.Parameter(dt + torch.log(-torch.expm1(-dt)))
 
-    def forward(self, x: Tensor, q_scale: float = 1.0, k_scale: float = 1.0) -> Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         B, T, D = x.shape
         q, k, v = self.q(x), self.k(x), self.v(x)
         if self.convs is None:
@@ -94,9 +94,7 @@ class Mixer(nn.Module):
         else:
             q, k, v = (conv(y)[0] for conv, y in zip(self.convs, (q, k, v), strict=True))
         q, k, v = (y.view(B, T, self.heads, D // self.heads) for y in (q, k, v))
-        k = k * k_scale if k_scale != 1.0 else k
-        q = l2_normalize(q) if q_scale == 1.0 else l2_normalize(q) * q_scale
-        k = l2_normalize(k) if self.arm.l2_keys else k
+        q, k = l2_normalize(q), l2_normalize(k) if self.arm.l2_keys else k
         beta = torch.sigmoid(self.beta(x))  # [B, T, H]
         self.probe.see(beta.detach() * k.detach().square().sum(-1))
         log_gate = None
@@ -142,15 +140,15 @@ class Block(nn.Module):
         elif block == "residual":
             self.layer_norm = nn.LayerNorm(D)
 
-    def forward(self, x: Tensor, q_scale: float, k_scale: float) -> Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         y: Tensor
         if self.kind == "bare":
-            y = self.mixer(x, q_scale, k_scale)
+            y = self.mixer(x)
         elif self.kind == "prenorm":
-            y = x + self.mixer(self.norm1(x), q_scale, k_scale)
+            y = x + self.mixer(self.norm1(x))
             y = y + self.mlp(self.norm2(y))
         else:
-            y = x + self.layer_norm(self.mixer(x, q_scale, k_scale))
+            y = x + self.layer_norm(self.mixer(x))
         return y
 
 
@@ -172,10 +170,10 @@ class Classifier(nn.Module):
             assert isinstance(module, Block)
             module.mixer.add_gate()
 
-    def forward(self, pixels: Tensor, *, q_scale: float = 1.0, k_scale: float = 1.0) -> Tensor:
+    def forward(self, pixels: Tensor) -> Tensor:
         x = self.embed(pixels[..., None]) + self.positions
         for block in self.blocks:
-            x = block(x, q_scale, k_scale)
+            x = block(x)
         x = self.norm(x)
         logits: Tensor = self.head(x.mean(1) if self.readout == "mean" else x[:, -1])
         return logits
@@ -250,11 +248,6 @@ class AuthorsClassifier(nn.Module):
 Model = Classifier | AuthorsClassifier
 
 
-class ParameterGroups(NamedTuple):
-    decayed: list[nn.Parameter]
-    undecayed: list[nn.Parameter]
-
-
 def build(config: SmnistConfig, block: str, arm: str, seed: int) -> Model:
     """A classifier. Its initial weights depend only on the seed and the block: every arm draws in the same order."""
     with torch.random.fork_rng(devices=[]):
@@ -267,13 +260,9 @@ def build(config: SmnistConfig, block: str, arm: str, seed: int) -> Model:
     return model
 
 
-def parameter_count(model: nn.Module) -> int:
-    return sum(p.numel() for p in model.parameters())
-
-
-def parameter_groups(model: nn.Module) -> ParameterGroups:
-    """All parameters have weight decay except the gate's rate and bias (gated arms only)."""
-    groups = ParameterGroups([], [])
+def optimizer_of(model: nn.Module, config: SmnistConfig, rate: float) -> torch.optim.AdamW:
+    """AdamW with weight decay on all parameters except the gate's rate and bias (gated arms only)."""
+    groups: list[dict[str, Any]] = [{"params": [], "weight_decay": decay} for decay in (config.weight_decay, 0.0)]
     for name, parameter in model.named_parameters():
-        (groups.undecayed if name.endswith(("a_log", "dt_bias")) else groups.decayed).append(parameter)
-    return groups
+        groups[name.endswith(("a_log", "dt_bias"))]["params"].append(parameter)
+    return torch.optim.AdamW([group for group in groups if group["params"]], lr=rate, betas=(0.9, 0.999), eps=1e-8)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 import time
 from collections.abc import Iterator, Sequence
@@ -16,18 +15,18 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional
 
-from efla.errors import unknown_name
-from efla.experiments.experiment import Cell, Experiment, Report, grid_cells
+from efla.errors import check_names
+from efla.experiments.experiment import Cell, Experiment, Report, grid_cells, shuffled_batches
 from efla.experiments.smnist import claims
 from efla.experiments.smnist import data as smnist
 from efla.experiments.smnist.config import CHANCE_LOSS, LEVELS, SmnistConfig
-from efla.experiments.smnist.model import AuthorsClassifier, Model, build, parameter_count, parameter_groups
+from efla.experiments.smnist.model import AuthorsClassifier, Model, build, optimizer_of
+from efla.models.accounting import parameter_count
 from efla.runs.provenance import backend_used
 from efla.runs.records import Record
 
 _EVAL_BATCH = 250
 QUANTILES = (0.01, 0.1, 0.25, 0.5, 0.75, 0.9, 0.99)
-_KINDS = {"dropout": 0, "scale": 1, "noise": 2}
 
 
 def perturb(pixels: NDArray[np.float32], kind: str, level: float) -> NDArray[np.float32]:
@@ -35,15 +34,13 @@ def perturb(pixels: NDArray[np.float32], kind: str, level: float) -> NDArray[np.
 
     dropout p: keep each pixel with probability 1 - p, else 0;   scale s: s * pixel;   noise sigma: pixel + sigma N(0, 1)
 
-    The random field is the same for every arm, seed and profile: its seed is [1234, kind, index of the level in
-    ``LEVELS``], and it is drawn for all images in order. Pass the whole test set and select a subset afterwards.
+    The random field is the same for every arm, seed and profile: its seed is 1234 and the indices of kind and level in
+    ``LEVELS``, and it is drawn for all images in order. Pass the whole test set and select a subset afterwards.
     """
-    if kind not in _KINDS:
-        raise unknown_name("kind of corruption", kind, _KINDS)
-    generator = np.random.default_rng([1234, _KINDS[kind], LEVELS[kind].index(level)])
+    check_names("kind of corruption", [kind], LEVELS)
+    generator = np.random.default_rng([1234, list(LEVELS).index(kind), LEVELS[kind].index(level)])
     if kind == "dropout":
-        keep = generator.random(pixels.shape, dtype=np.float32) >= level
-        return pixels * keep
+        return pixels * (generator.random(pixels.shape, dtype=np.float32) >= level)
     if kind == "scale":
         return pixels * np.float32(level)
     return pixels + np.float32(level) * generator.standard_normal(pixels.shape, dtype=np.float32)
@@ -113,33 +110,24 @@ class ImageScore:
     """Whether each image is classified correctly."""
 
 
-def batch_indices(seed: int, epoch: int, count: int, batch: int) -> Tensor:
-    """Order of one pass, seeded by (seed, epoch) and so the same for every arm: [count // batch, batch]."""
-    order = np.random.default_rng([seed, epoch]).permutation(count)
-    return torch.from_numpy(order[: count // batch * batch].reshape(-1, batch))
-
-
 def batches(model: Model, data: Data, config: SmnistConfig, seed: int) -> Iterator[Tensor]:
     """Indices of the training images of every step, pass after pass, the same for every arm.
 
     The authors' blocks read all images in the order of their script's DataLoader, so the last batch of a pass is smaller;
-    ours use :func:`batch_indices`.
+    ours leave it out.
     """
     count = len(data.train_y)
     if isinstance(model, AuthorsClassifier):
         generator = torch.Generator().manual_seed(model.order_seed)
         while True:
             yield from data.file_order[torch.randperm(count, generator=generator)].split(config.batch)
-    for epoch in itertools.count():
-        yield from batch_indices(seed, epoch, count, config.batch)
+    for _, indices in shuffled_batches(seed, count, config.batch, drop_last=True):
+        yield indices
 
 
 def train(model: Model, data: Data, config: SmnistConfig, rate: float, seed: int, report: Report) -> SmnistTraining:
     """AdamW at a constant rate with clipped gradients. A non-finite loss ends the run and is recorded."""
-    decayed, undecayed = parameter_groups(model)
-    groups = [{"params": decayed, "weight_decay": config.weight_decay}, {"params": undecayed, "weight_decay": 0.0}]
-    optimizer = torch.optim.AdamW([g for g in groups if g["params"]], lr=rate, betas=(0.9, 0.999), eps=1e-8)
-    result = SmnistTraining()
+    optimizer, result = optimizer_of(model, config, rate), SmnistTraining()
     for step, picked in zip(range(config.steps), batches(model, data, config, seed), strict=False):
         if isinstance(model, AuthorsClassifier) and step % max(1, config.steps // 10) == 0:
             result.step_distributions.append({"step": step} | step_distribution(model, data.train_x[picked]))
@@ -170,7 +158,7 @@ def train(model: Model, data: Data, config: SmnistConfig, rate: float, seed: int
 
 @torch.no_grad()
 def evaluate(model: Model, x: Tensor, y: Tensor) -> ImageScore:
-    """ImageScore a model on sequences [n, L] with labels [n]."""
+    """Score a model on sequences [n, L] with labels [n]."""
     model.probe.keep_all = True
     right, bad = torch.zeros(len(y), dtype=torch.bool), 0
     for start in range(0, len(y), _EVAL_BATCH):
