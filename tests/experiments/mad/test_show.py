@@ -63,6 +63,6 @@ def test_an_impossible_setting_is_an_error_that_says_what_was_expected(capsys: p
     assert "seq_len must exceed 2 * 16 + 1" in capsys.readouterr().err
     assert cli.main(["mad", "show", "compression", "--index", "-1"]) == 1
     assert cli.main(["mad", "show", "compression", "--frac-noise", "0.5"]) == 1
-    assert "--frac-noise is an option of noisy-in-context-recall" in capsys.readouterr().err
+    assert "frac_noise is a parameter of in-context-recall and noisy-in-context-recall" in capsys.readouterr().err
     assert cli.main(["mad", "show", "memorization", "--guarantee-probe"]) == 1
     assert "--guarantee-probe is an option of fuzzy-in-context-recall" in capsys.readouterr().err

@@ -1,7 +1,8 @@
 """Instances drawn one at a time in the reference generator's order: bit-identical to the published data.
 
 Every function takes the setting and one ``numpy.random.Generator`` and returns ``(inputs, targets)`` of equal length.
-Recall tasks mask the targets of test instances and shift the inputs for training instances.
+Recall tasks mask the targets of test instances and shift the inputs for training instances; in the others ``training``
+makes no difference.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.random import Generator, RandomState
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
 if TYPE_CHECKING:
     from efla.experiments.mad.tasks import Setting
@@ -51,7 +52,7 @@ def in_context_recall(setting: Setting, rng: Generator, *, training: bool) -> In
     probe = list(remembered)[int(rng.choice(len(remembered)))]
     raw += [probe, remembered[probe]]
     answers += [IGNORE, remembered[probe]]
-    return _shifted(raw, answers, training)
+    return shifted(raw, answers, training)
 
 
 def fuzzy_in_context_recall(
@@ -98,10 +99,10 @@ def fuzzy_in_context_recall(
     raw += [*probe_key, *probe_value]
     answers += [IGNORE] * len(probe_key) + list(probe_value)
     pads = length + 1 - len(raw)
-    return _shifted([setting.marker] * pads + raw, [IGNORE] * pads + answers, training)
+    return shifted([setting.marker] * pads + raw, [IGNORE] * pads + answers, training)
 
 
-def selective_copying(setting: Setting, rng: Generator, slots_rng: RandomState) -> Instance:
+def selective_copying(setting: Setting, rng: Generator, slots_rng: RandomState, *, training: bool = False) -> Instance:
     """Content scattered among blanks, then a marker, then blanks at which the content is asked for in order."""
     count = setting.num_tokens_to_copy
     blanks = setting.seq_len - 2 * count - 1
@@ -116,7 +117,7 @@ def selective_copying(setting: Setting, rng: Generator, slots_rng: RandomState) 
     return inputs, targets
 
 
-def compression(setting: Setting, rng: Generator) -> Instance:
+def compression(setting: Setting, rng: Generator, *, training: bool = False) -> Instance:
     """Random content and a marker; the targets are the inputs."""
     content = rng.choice(setting.vocab_size - 1, size=setting.seq_len - 1, replace=True)
     inputs = np.append(content, setting.marker).astype(np.int64)
@@ -132,7 +133,7 @@ def memorization_map(setting: Setting, seed: int) -> dict[int, int]:
     return dict(zip(keys, values, strict=False))  # one value may be left over
 
 
-def memorization(setting: Setting, rng: Generator, value_of: dict[int, int]) -> Instance:
+def memorization(setting: Setting, rng: Generator, value_of: dict[int, int], *, training: bool = False) -> Instance:
     """Keys, each followed by a marker at which the key's fixed value is asked for."""
     half = setting.seq_len // 2
     keys = list(value_of)  # in the map's shuffled order: the number drawn is an index into it
@@ -146,10 +147,10 @@ def memorization(setting: Setting, rng: Generator, value_of: dict[int, int]) -> 
     return inputs, targets
 
 
-def _shifted(raw: list[int], answers: list[int], training: bool) -> Instance:
+def shifted(raw: ArrayLike, answers: ArrayLike, training: bool) -> Instance:
     """Inputs without the last token; targets one position ahead: every token in training, the answers in test."""
-    tokens = np.asarray(raw, dtype=np.int64)
-    return tokens[:-1], tokens[1:] if training else np.asarray(answers[1:], dtype=np.int64)
+    inputs, targets = (np.asarray(tokens, dtype=np.int64) for tokens in (raw, raw if training else answers))
+    return np.ascontiguousarray(inputs[..., :-1]), np.ascontiguousarray(targets[..., 1:])
 
 
 def _shuffled_motifs(tokens: range, size: int, rng: Generator) -> list[tuple[int, ...]]:

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.random import Generator
 from numpy.typing import NDArray
 
-from efla.experiments.mad.exact import IGNORE
+from efla.experiments.mad.exact import IGNORE, shifted
 
 if TYPE_CHECKING:
     from efla.experiments.mad.tasks import Setting
@@ -20,7 +20,7 @@ Ints = NDArray[np.int64]
 Bools = NDArray[np.bool_]
 
 
-def in_context_recall(setting: Setting, count: int, rng: Generator, *, training: bool) -> tuple[Ints, Ints]:
+def in_context_recall(setting: Setting, rng: Generator, count: int, *, training: bool) -> tuple[Ints, Ints]:
     """Plain and noisy multi-query recall: inputs and targets, each [n, L - 1]."""
     pairs = setting.seq_len // 2
     key, noise = _slots(setting, count, rng)  # [n, P - 1]
@@ -42,7 +42,7 @@ def in_context_recall(setting: Setting, count: int, rng: Generator, *, training:
         raw[noise] = rng.integers(setting.pair_vocab_size, setting.vocab_size, size=(int(noise.sum()), 2))
     answers = np.full((count, pairs, 2), IGNORE, dtype=np.int64)
     answers[:, :, 1] = np.where(shown & ~noise, raw[:, :, 1], IGNORE)
-    return _shifted(raw.reshape(count, -1), answers.reshape(count, -1), training)
+    return shifted(raw.reshape(count, -1), answers.reshape(count, -1), training)
 
 
 def _slots(setting: Setting, count: int, rng: Generator) -> tuple[Ints, Bools]:
@@ -61,7 +61,7 @@ def _slots(setting: Setting, count: int, rng: Generator) -> tuple[Ints, Bools]:
 
 
 def fuzzy_in_context_recall(
-    setting: Setting, count: int, rng: Generator, *, training: bool, guarantee_probe: bool = False
+    setting: Setting, rng: Generator, count: int, *, training: bool, guarantee_probe: bool = False
 ) -> tuple[Ints, Ints]:
     """Fuzzy multi-query recall: inputs and targets, each [n, L]. All instances add one pair of motifs per round."""
     kmax, vmax, length = setting.k_motif_size, setting.v_motif_size, setting.seq_len
@@ -125,7 +125,7 @@ def fuzzy_in_context_recall(
     source = np.maximum(source, 0)
     raw = np.where(padding, setting.marker, np.take_along_axis(raw, source, 1))
     answers = np.where(padding, IGNORE, np.take_along_axis(answers, source, 1))
-    return _shifted(raw, answers, training)
+    return shifted(raw, answers, training)
 
 
 def _motifs(tokens: range, widest: int, size: Ints, rng: Generator) -> Ints:
@@ -167,7 +167,3 @@ def _append(
             raw[chosen, at] = motif[chosen, j]
             if is_value:
                 answers[chosen, at] = np.where(known[chosen], motif[chosen, j], IGNORE)
-
-
-def _shifted(raw: Ints, answers: Ints, training: bool) -> tuple[Ints, Ints]:
-    return np.ascontiguousarray(raw[:, :-1]), np.ascontiguousarray((raw if training else answers)[:, 1:])

@@ -1,34 +1,25 @@
 """``efla mad show TASK``: an instance of a MAD task in colour, its targets marked."""
 
 from dataclasses import replace
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 from rich.console import Console
 from rich.text import Text
 
 from efla.experiments.mad.exact import IGNORE
-from efla.experiments.mad.tasks import SEED, Setting, baseline, generate
+from efla.experiments.mad.tasks import FUZZY, SEED, TASKS, Setting, baseline, generate
 
-Task = Literal[
-    "in-context-recall",
-    "fuzzy-in-context-recall",
-    "noisy-in-context-recall",
-    "selective-copying",
-    "compression",
-    "memorization",
-]
+if TYPE_CHECKING:
+    Task = str
+else:
+    Task = Literal[tuple(TASKS)]
 
 _STYLES = {
     "key": "bold cyan", "value": "green", "noise": "bright_black", "pad": "bright_black", "blank": "bright_black",
     "content": "bold cyan", "marker": "bold magenta",
 }  # fmt: skip
 _TARGET = "bold black on bright_yellow"
-
-_OPTION_OF = {
-    "frac_noise": "noisy-in-context-recall", "num_tokens_to_copy": "selective-copying",
-    "guarantee_probe": "fuzzy-in-context-recall",
-}  # fmt: skip
 
 _STORIES = {
     "in-context-recall": "Key-value pairs. Wherever a key was shown before, its value is asked for: the answer stands at the "
@@ -75,17 +66,13 @@ def mad(
     """
     if index < 0:
         raise ValueError(f"index must be 0 or more, got {index}")
-    given = {
+    if guarantee_probe and task != FUZZY:
+        raise ValueError(f"--guarantee-probe is an option of {FUZZY}, got it with {task}; leave it out")
+    changes: dict[str, Any] = {
         "vocab_size": vocab_size, "seq_len": seq_len, "frac_noise": frac_noise, "num_tokens_to_copy": num_tokens_to_copy,
+        "num_train_examples": index + 1 if training else 1, "num_test_examples": 1 if training else index + 1,
     }  # fmt: skip
-    changes: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
-    for name in (*changes, *(["guarantee_probe"] if guarantee_probe else [])):
-        if _OPTION_OF.get(name, task) != task:
-            raise ValueError(
-                f"--{name.replace('_', '-')} is an option of {_OPTION_OF[name]}, got it with {task}; leave it out"
-            )
-    counts = (index + 1, 1) if training else (1, index + 1)
-    setting = replace(baseline(task), num_train_examples=counts[0], num_test_examples=counts[1], **changes)
+    setting = replace(baseline(task), **{name: value for name, value in changes.items() if value is not None})
     data = generate(setting, seed, bit_exact=True, guarantee_probe=guarantee_probe)
     inputs, targets = (data.train_inputs, data.train_targets) if training else (data.test_inputs, data.test_targets)
     console = Console(highlight=False)

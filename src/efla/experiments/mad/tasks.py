@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import hashlib
 import warnings
-from collections.abc import Callable
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import TensorDataset
 
-from efla.errors import unknown_name
+from efla.errors import check_names
 from efla.experiments.mad import exact, fast
 from efla.experiments.mad.exact import IGNORE
 from efla.runs.records import Count, check_fields
@@ -67,56 +68,54 @@ class Setting:
     num_test_examples: Count = 1_280
 
     def __post_init__(self) -> None:
-        if self.task not in TASKS:
-            raise unknown_name("MAD task", self.task, TASKS)
+        check_names("MAD task", [self.task], TASKS)
         check_fields(self)
-        problem = self._problem()
-        if problem is not None:
-            raise ValueError(f"{self.task}: {problem}")
+        for is_possible, requirement in self._requirements():
+            if not is_possible:
+                raise ValueError(f"{self.task}: {requirement}")
 
-    def _problem(self) -> str | None:
+    def _requirements(self) -> Iterator[tuple[bool, str]]:
+        """(whether it is met, what is required)."""
+        length, vocabulary = self.seq_len, self.vocab_size
         for name, tasks in _OPTIONS.items():
-            default = getattr(Setting, name)
-            if self.task not in tasks and getattr(self, name) != default:
-                return (
-                    f"{name} is a parameter of {' and '.join(tasks)} and has no effect here, "
-                    f"got {getattr(self, name)}; leave it at {default}"
-                )
-        if self.task in RECALL:
-            if self.seq_len % 2 or self.seq_len < 4:
-                return f"seq_len must be even and at least 4 (key-value pairs), got {self.seq_len}"
-            if self.vocab_size - self.noise_vocab_size < 2:
-                return f"vocab_size counts the {self.noise_vocab_size} noise tokens and needs two more, got {self.vocab_size}"
-            if not 0 <= self.frac_noise < 1:
-                return f"frac_noise must lie in [0, 1), got {self.frac_noise}"
-            if self.frac_noise > 0 and self.noise_vocab_size < 1:
-                return f"frac_noise = {self.frac_noise} needs noise tokens, got noise_vocab_size = 0"
-        elif self.task == FUZZY:
-            keys, values = len(self.keys), len(self.values)
-            if keys < self.k_motif_size or values < self.v_motif_size:
-                return (
-                    f"motifs of {self.k_motif_size} key and {self.v_motif_size} value tokens without repeats need as many "
-                    f"tokens, but vocab_size = {self.vocab_size} gives {keys} and {values}"
-                )
-            shortest = 2 * (self.k_motif_size + self.v_motif_size) + 1
-            if self.seq_len < shortest:
-                return f"seq_len must be at least {shortest} to show the probe twice, got {self.seq_len}"
-        elif self.task == "selective-copying":
-            if self.num_tokens_to_copy < 1:
-                return f"num_tokens_to_copy must be at least 1, got {self.num_tokens_to_copy}"
-            if self.seq_len <= 2 * self.num_tokens_to_copy + 1:
-                return f"seq_len must exceed 2 * {self.num_tokens_to_copy} + 1 tokens, got {self.seq_len}"
-            if self.vocab_size < 3:
-                return f"vocab_size must be at least 3 (content, blank, marker), got {self.vocab_size}"
-        elif self.task == "compression":
-            if self.seq_len < 2 or self.vocab_size < 2:
-                return f"seq_len and vocab_size must be at least 2, got {self.seq_len} and {self.vocab_size}"
-        elif self.seq_len % 2 or self.seq_len < 2 or self.vocab_size < 3:
-            return (
-                f"seq_len must be even and vocab_size at least 3 (key, value, marker), "
-                f"got {self.seq_len} and {self.vocab_size}"
+            given, default = getattr(self, name), getattr(Setting, name)
+            yield (
+                self.task in tasks or given == default,
+                f"{name} is a parameter of {' and '.join(tasks)} and has no effect here, got {given}; leave it at {default}",
             )
-        return None
+        if self.task in RECALL:
+            noise, share = self.noise_vocab_size, self.frac_noise
+            yield (
+                length % 2 == 0 and length >= 4,
+                f"seq_len must be even and at least 4 (key-value pairs), got {length}",
+            )
+            yield (
+                vocabulary - noise >= 2,
+                f"vocab_size counts the {noise} noise tokens and needs two more, got {vocabulary}",
+            )
+            yield 0 <= share < 1, f"frac_noise must lie in [0, 1), got {share}"
+            yield share == 0 or noise > 0, f"frac_noise = {share} needs noise tokens, got noise_vocab_size = 0"
+        elif self.task == FUZZY:
+            k, v = self.k_motif_size, self.v_motif_size
+            yield (
+                len(self.keys) >= k and len(self.values) >= v,
+                f"motifs of {k} key and {v} value tokens without repeats need as many tokens, but vocab_size = {vocabulary} "
+                f"gives {len(self.keys)} and {len(self.values)}",
+            )
+            shortest = 2 * (k + v) + 1
+            yield length >= shortest, f"seq_len must be at least {shortest} to show the probe twice, got {length}"
+        elif self.task == "selective-copying":
+            count = self.num_tokens_to_copy
+            yield count >= 1, f"num_tokens_to_copy must be at least 1, got {count}"
+            yield length > 2 * count + 1, f"seq_len must exceed 2 * {count} + 1 tokens, got {length}"
+            yield vocabulary >= 3, f"vocab_size must be at least 3 (content, blank, marker), got {vocabulary}"
+        elif self.task == "compression":
+            possible = length >= 2 and vocabulary >= 2
+            yield possible, f"seq_len and vocab_size must be at least 2, got {length} and {vocabulary}"
+        else:
+            possible = length % 2 == 0 and length >= 2 and vocabulary >= 3
+            requirement = "seq_len must be even and vocab_size at least 3 (key, value, marker)"
+            yield possible, f"{requirement}, got {length} and {vocabulary}"
 
     @property
     def id(self) -> str:
@@ -154,42 +153,30 @@ class Setting:
         """The blank of selective copying."""
         return self.vocab_size - 2
 
-    def record(self) -> dict[str, Any]:
-        """All parameters, for a result row."""
-        return asdict(self)
-
 
 _BASELINES = {
-    "in-context-recall": Setting(task="in-context-recall", vocab_size=16, seq_len=128),
-    "fuzzy-in-context-recall": Setting(
-        task="fuzzy-in-context-recall", vocab_size=16, seq_len=128, k_motif_size=3, v_motif_size=3
-    ),
-    "noisy-in-context-recall": Setting(
-        task="noisy-in-context-recall", vocab_size=32, seq_len=128, noise_vocab_size=16, frac_noise=0.2
-    ),
-    "selective-copying": Setting(task="selective-copying", vocab_size=16, seq_len=256, num_tokens_to_copy=16),
-    "compression": Setting(task="compression", vocab_size=16, seq_len=32),
-    "memorization": Setting(task="memorization", vocab_size=256, seq_len=32, num_train_examples=256),
+    setting.task: setting
+    for setting in (
+        Setting(task="in-context-recall", vocab_size=16, seq_len=128),
+        Setting(task=FUZZY, vocab_size=16, seq_len=128, k_motif_size=3, v_motif_size=3),
+        Setting(task="noisy-in-context-recall", vocab_size=32, seq_len=128, noise_vocab_size=16, frac_noise=0.2),
+        Setting(task="selective-copying", vocab_size=16, seq_len=256, num_tokens_to_copy=16),
+        Setting(task="compression", vocab_size=16, seq_len=32),
+        Setting(task="memorization", vocab_size=256, seq_len=32, num_train_examples=256),
+    )
 }
 
-_LONGER = (256, 512, 1024)
-_FEWER = (6400, 3200, 1600, 800)
+_HARDER: dict[str, tuple[float, ...]] = {
+    "vocab_size": (32, 64, 128),
+    "seq_len": (256, 512, 1024),
+    "num_train_examples": (6400, 3200, 1600, 800),
+}
 _SWEEPS: dict[str, dict[str, tuple[float, ...]]] = {
-    "in-context-recall": {"vocab_size": (32, 64, 128), "seq_len": _LONGER, "num_train_examples": _FEWER},
-    "fuzzy-in-context-recall": {"vocab_size": (32, 64, 128), "seq_len": _LONGER, "num_train_examples": _FEWER},
-    "noisy-in-context-recall": {
-        "vocab_size": (48, 80, 144),
-        "seq_len": _LONGER,
-        "num_train_examples": _FEWER,
-        "frac_noise": (0.4, 0.6, 0.8),
-    },
-    "selective-copying": {
-        "vocab_size": (32, 64, 128),
-        "seq_len": (512, 1024),
-        "num_train_examples": _FEWER,
-        "num_tokens_to_copy": (32, 64, 96),
-    },
-    "compression": {"vocab_size": (32, 64, 128), "seq_len": (64, 128, 256), "num_train_examples": _FEWER},
+    "in-context-recall": _HARDER,
+    "fuzzy-in-context-recall": _HARDER,
+    "noisy-in-context-recall": _HARDER | {"vocab_size": (48, 80, 144), "frac_noise": (0.4, 0.6, 0.8)},
+    "selective-copying": _HARDER | {"seq_len": (512, 1024), "num_tokens_to_copy": (32, 64, 96)},
+    "compression": _HARDER | {"seq_len": (64, 128, 256)},
     "memorization": {"vocab_size": (512, 1024, 2048, 4096, 8192)},
 }
 _PREFIX = {"vocab_size": "V", "seq_len": "L", "num_train_examples": "train", "frac_noise": "noise",
@@ -198,15 +185,13 @@ _PREFIX = {"vocab_size": "V", "seq_len": "L", "num_train_examples": "train", "fr
 
 def baseline(task: str) -> Setting:
     """A task's baseline setting."""
-    if task not in TASKS:
-        raise unknown_name("MAD task", task, TASKS)
+    check_names("MAD task", [task], TASKS)
     return _BASELINES[task]
 
 
 def changed(task: str, parameter: str, value: float) -> Setting:
     """A task's baseline with one parameter changed, named after the change: ``V64``, ``L256``, ``train800``, ``noise0.6``."""
-    if parameter not in _PREFIX:
-        raise unknown_name("parameter of the sweep", parameter, _PREFIX)
+    check_names("parameter of the sweep", [parameter], _PREFIX)
     changes: dict[str, Any] = {parameter: value, "name": f"{_PREFIX[parameter]}{value:g}"}
     return replace(baseline(task), **changes)
 
@@ -276,14 +261,11 @@ def generate(setting: Setting, seed: int = SEED, *, bit_exact: bool = False, gua
     instance of fuzzy recall); by default recall is drawn vectorised from the same distribution. The other three tasks
     are always bit-exact. guarantee_probe: fuzzy recall shows the probe at least once before it asks for it.
     """
-    draw = _generator(setting, seed, bit_exact, guarantee_probe)
-    train, test = draw(setting.num_train_examples, True), draw(setting.num_test_examples, False)
     exactly = bit_exact or setting.task not in (*RECALL, FUZZY)
-    source = (
-        f"generated, seed {seed}"
-        + (", bit-exact" if exactly else "")
-        + (", guaranteed probe" if guarantee_probe else "")
-    )
+    draw = (_instances if exactly else _all_at_once)(setting, seed, guarantee_probe)
+    train = draw(setting.num_train_examples, training=True)
+    test = draw(setting.num_test_examples, training=False)
+    source = f"generated, seed {seed}" + ", bit-exact" * exactly + ", guaranteed probe" * guarantee_probe
     return MadData.of(setting, train, test, source)
 
 
@@ -294,41 +276,35 @@ def overlap(train: NDArray[np.int64], test: NDArray[np.int64]) -> float:
     return len(distinct & known) / len(distinct)
 
 
-def _generator(setting: Setting, seed: int, bit_exact: bool, guarantee_probe: bool) -> Callable[[int, bool], Arrays]:
-    """A function (count, training) -> (inputs, targets); each call continues the stream."""
-    if not bit_exact and setting.task in RECALL:
-        rng = np.random.default_rng(seed)
-        return lambda count, training: fast.in_context_recall(setting, count, rng, training=training)
-    if not bit_exact and setting.task == FUZZY:
-        rng = np.random.default_rng(seed)
-        return lambda count, training: fast.fuzzy_in_context_recall(
-            setting, count, rng, training=training, guarantee_probe=guarantee_probe
-        )
-    one = _instances(setting, seed, guarantee_probe)
+def _all_at_once(setting: Setting, seed: int, guarantee_probe: bool) -> Callable[..., Arrays]:
+    """A function (count, training=) -> (inputs, targets) of a recall task; each call continues the stream."""
+    rng = np.random.default_rng(seed)
+    if setting.task == FUZZY:
+        return partial(fast.fuzzy_in_context_recall, setting, rng, guarantee_probe=guarantee_probe)
+    return partial(fast.in_context_recall, setting, rng)
 
-    def stacked(count: int, training: bool) -> Arrays:
-        inputs, targets = zip(*(one(training) for _ in range(count)), strict=True)
+
+def _instances(setting: Setting, seed: int, guarantee_probe: bool) -> Callable[..., Arrays]:
+    """The same in the reference generator's order of draws, one instance after another."""
+    rng = np.random.default_rng(seed)
+    draw: Callable[..., exact.Instance]
+    if setting.task in RECALL:
+        draw = partial(exact.in_context_recall, setting, rng)
+    elif setting.task == FUZZY:
+        draw = partial(exact.fuzzy_in_context_recall, setting, rng, guarantee_probe=guarantee_probe)
+    elif setting.task == "selective-copying":
+        # The reference draws the slots from NumPy's legacy generator.
+        draw = partial(exact.selective_copying, setting, rng, np.random.RandomState(seed))
+    elif setting.task == "compression":
+        draw = partial(exact.compression, setting, rng)
+    else:
+        draw = partial(exact.memorization, setting, rng, exact.memorization_map(setting, seed))
+
+    def stacked(count: int, *, training: bool) -> Arrays:
+        inputs, targets = zip(*(draw(training=training) for _ in range(count)), strict=True)
         return np.stack(inputs), np.stack(targets)
 
     return stacked
-
-
-def _instances(setting: Setting, seed: int, guarantee_probe: bool) -> Callable[[bool], exact.Instance]:
-    """A function (training) -> next instance, in the reference generator's order of draws."""
-    rng = np.random.default_rng(seed)
-    if setting.task in RECALL:
-        return lambda training: exact.in_context_recall(setting, rng, training=training)
-    if setting.task == FUZZY:
-        return lambda training: exact.fuzzy_in_context_recall(
-            setting, rng, training=training, guarantee_probe=guarantee_probe
-        )
-    if setting.task == "selective-copying":
-        slots_rng = np.random.RandomState(seed)  # the reference draws the slots from NumPy's legacy generator
-        return lambda training: exact.selective_copying(setting, rng, slots_rng)
-    if setting.task == "compression":
-        return lambda training: exact.compression(setting, rng)
-    value_of = exact.memorization_map(setting, seed)
-    return lambda training: exact.memorization(setting, rng, value_of)
 
 
 def folder_name(setting: Setting, seed: int = SEED) -> str:
@@ -344,10 +320,7 @@ def load(setting: Setting, folder: str | Path, seed: int = SEED) -> MadData:
     place = _find(setting, Path(folder), seed)
     splits = {"train": setting.num_train_examples, "test": setting.num_test_examples}
     train, test = (
-        (
-            _read(place / split / "inputs.npy", setting, count, is_target=False),
-            _read(place / split / "targets.npy", setting, count, is_target=True),
-        )
+        (_read(place / split / "inputs.npy", setting, count), _read(place / split / "targets.npy", setting, count))
         for split, count in splits.items()
     )
     return MadData.of(setting, train, test, f"files of {place.name}")
@@ -386,7 +359,7 @@ def _value(text: str) -> str | float:
         return text
 
 
-def _read(file: Path, setting: Setting, count: int, *, is_target: bool) -> NDArray[np.int64]:
+def _read(file: Path, setting: Setting, count: int) -> NDArray[np.int64]:
     if not file.is_file():
         raise FileNotFoundError(f"{file} is missing; expected inputs.npy and targets.npy in train and in test")
     array = np.load(file, allow_pickle=False)
@@ -394,7 +367,7 @@ def _read(file: Path, setting: Setting, count: int, *, is_target: bool) -> NDArr
         raise ValueError(f"{file} must hold {count} x {setting.length} tokens, got an array of shape {array.shape}")
     if not np.issubdtype(array.dtype, np.integer):
         raise ValueError(f"{file} must hold integers, got {array.dtype}")
-    tokens = array[array != IGNORE] if is_target else array
+    tokens = array[array != IGNORE] if file.stem == "targets" else array
     if tokens.size and not (tokens.min() >= 0 and tokens.max() < setting.vocab_size):
         raise ValueError(f"{file} must hold tokens 0 to {setting.vocab_size - 1}, got {tokens.min()} to {tokens.max()}")
     return np.ascontiguousarray(array, dtype=np.int64)
