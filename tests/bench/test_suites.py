@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import pytest
@@ -50,7 +51,7 @@ SMALL = {
         smnist,
         {
             "MAIN_ARMS": ("exact-flow",),
-            "Stepper": lambda backend, arm, make=smnist.Stepper: make(backend, arm, length=196, batch=2),
+            "Stepper": lambda config, arm, make=smnist.Stepper: make(replace(config, length=196, batch=2), arm),
         },
         {"native", "chunked", PLAIN},
     ),

@@ -296,6 +296,16 @@ def tiny_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Recor
     return folder, read_rows(folder / "out")
 
 
+def test_the_time_of_a_run_is_estimated_from_its_steps_and_the_images_it_is_scored_on(tmp_path: Path) -> None:
+    write_idx(tmp_path, train=40, test=20)
+    experiment = SmnistRobustness(tiny(tmp_path, accuracy_every=2))
+    by_rate = {cell.settings["rate"]: experiment.work(cell).steps for cell in experiment.cells()}
+    clean, during, levels = 20, 20, 6 * 20  # 3 steps of 8 images; 6 levels at 3e-3
+    assert by_rate[1e-2] == pytest.approx(3 + 0.3 * (clean + during) / 8)
+    assert by_rate[3e-3] == pytest.approx(3 + 0.3 * (clean + during + levels) / 8)
+    assert all(seconds > 0 for seconds in experiment.expected_seconds(experiment.cells()[:1], 1) or [0])
+
+
 def test_a_run_writes_one_row_per_level_and_one_per_training(tiny_run: tuple[Path, list[Record]]) -> None:
     _, rows = tiny_run
     cells = [row for row in rows if row["row"] == "cell"]
@@ -363,7 +373,7 @@ def test_the_grids_are_those_of_the_protocol() -> None:
 def test_speed_is_measured_over_whole_steps_and_the_scan_is_a_part_of_it() -> None:
     from efla.experiments.smnist.bench import Stepper
 
-    step = Stepper("chunked", length=196, batch=4)
+    step = Stepper(dataclasses.replace(QUICK, batch=4, backend="chunked"), "exact-flow")
     losses = [step() for _ in range(3)]
     assert losses[2] < losses[0]
     assert 0 < step.scan_share() < 1

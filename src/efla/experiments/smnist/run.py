@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from efla.errors import check_names
-from efla.experiments.experiment import Cell, Experiment, Report, grid_cells, shuffled_batches
+from efla.experiments.experiment import Cell, Experiment, Report, Work, grid_cells, shuffled_batches
 from efla.experiments.smnist import claims
 from efla.experiments.smnist import data as smnist
 from efla.experiments.smnist.config import CHANCE_LOSS, LEVELS, SmnistConfig
@@ -26,6 +26,8 @@ from efla.runs.provenance import backend_used
 from efla.runs.records import Record
 
 _EVAL_BATCH = 250
+_FORWARD = 0.3
+"""Time of a forward pass as a share of a training step."""
 QUANTILES = (0.01, 0.1, 0.25, 0.5, 0.75, 0.9, 0.99)
 
 
@@ -44,6 +46,11 @@ def perturb(pixels: NDArray[np.float32], kind: str, level: float) -> NDArray[np.
     if kind == "scale":
         return pixels * np.float32(level)
     return pixels + np.float32(level) * generator.standard_normal(pixels.shape, dtype=np.float32)
+
+
+def _test2k(count: int) -> Tensor:
+    """Indices of test2k among that many test images: every fifth of 10,000, all of a smaller set."""
+    return torch.arange(0, count, 5 if count >= 10_000 else 1)
 
 
 @dataclass
@@ -67,13 +74,12 @@ class Data:
                 f"train_images must lie between the batch, {config.batch}, and the {len(mnist.train)} there are, got {count}"
             )
         order = np.random.default_rng(0).permutation(len(mnist.train))[:count]
-        subset = np.arange(0, len(mnist.test), 5) if len(mnist.test) >= 10_000 else np.arange(len(mnist.test))
         return cls(
             train_x=torch.from_numpy(smnist.sequences(mnist.train.pixels[order], config.length)),
             train_y=torch.from_numpy(mnist.train.labels[order].astype(np.int64)),
             test_x=smnist.sequences(mnist.test.pixels, config.length),
             test_y=torch.from_numpy(mnist.test.labels.astype(np.int64)),
-            subset=torch.from_numpy(subset),
+            subset=_test2k(len(mnist.test)),
             file_order=torch.from_numpy(np.argsort(order)),
         )
 
@@ -238,6 +244,20 @@ class SmnistRobustness(Experiment[SmnistConfig]):
 
     def prepare(self) -> None:
         Data.of(smnist.load(self.config.dataset, self.config.folder), self.config)
+
+    def work(self, cell: Cell) -> Work:
+        from efla.experiments.smnist.bench import Stepper
+
+        config, (block, arm, rate) = self.config, (cell.settings[key] for key in ("block", "arm", "rate"))
+        total = len(smnist.load(config.dataset, config.folder).test)
+        images = {"all": total, "test2k": len(_test2k(total))}
+        scored = images[config.clean_on]
+        if rate in config.perturbed_rates:
+            scored += images[config.perturbed_images(block, arm, rate)] * sum(map(len, config.levels().values()))
+        if config.accuracy_every:
+            scored += images["test2k"] * (config.steps // config.accuracy_every)
+        steps = config.steps + _FORWARD * scored / config.batch
+        return Work(steps, f"{block} {arm}", lambda: Stepper(config, arm, block))
 
     def run_cell(self, cell: Cell, report: Report) -> list[Record]:
         config, settings = self.config, cell.settings
