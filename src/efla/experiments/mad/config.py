@@ -45,11 +45,11 @@ class MadConfig(GridConfig):
     batch: Count
     memorization_batch: Count
     steps: Count | None = None
-    """Budget in optimiser steps; alternatively ``epochs``, passes over the training set."""
+    """Budget in optimizer steps; alternatively ``epochs``, passes over the training set."""
     memorization_steps: Count | None = None
     epochs: Count | None = None
     evaluate_every: Count | None = None
-    """Optimiser steps between evaluations; default: an epoch. The last step is always evaluated."""
+    """Optimizer steps between evaluations; default: an epoch. The last step is always evaluated."""
     stop_above: float = 0.999
     """Training ends when the reference accuracy on the test set exceeds this."""
     schedule: Literal["constant", "cosine"] = "constant"
@@ -89,7 +89,7 @@ class MadConfig(GridConfig):
         return self.memorization_batch if task == "memorization" else self.batch
 
     def steps_of(self, setting: Setting) -> int:
-        """The budget of a run in optimiser steps."""
+        """The budget of a run in optimizer steps."""
         per_epoch = -(-setting.num_train_examples // self.batch_of(setting.task))
         if self.epochs is not None:
             return self.epochs * per_epoch

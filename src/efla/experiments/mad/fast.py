@@ -159,7 +159,7 @@ def _append(
     value: tuple[Ints, Ints],
     known: Bools,
 ) -> None:
-    """Write key and value of the active instances behind what they hold; the value is a target where its key is known."""
+    """Append key and value to the active instances; the value is a target where its key is known."""
     for (motif, size), start, is_value in ((key, filled, False), (value, filled + key[1], True)):
         for j in range(motif.shape[1]):
             chosen = np.flatnonzero(active & (j < size))

@@ -22,8 +22,8 @@ _STYLES = {
 _TARGET = "bold black on bright_yellow"
 
 _STORIES = {
-    "in-context-recall": "Key-value pairs. Wherever a key was shown before, its value is asked for: the answer stands at the "
-    "key's position and is the token that follows.",
+    "in-context-recall": "Key-value pairs. Wherever a key was shown before, its value is asked for: the target at the key's "
+    "position is the token that follows.",
     "noisy-in-context-recall": "Key-value pairs among pairs of noise. Wherever a key was shown before, its value is asked for "
     "at the key's position.",
     "fuzzy-in-context-recall": "Keys and values are motifs of one to three tokens. Wherever a key motif was shown before, its "

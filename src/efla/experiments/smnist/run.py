@@ -71,7 +71,8 @@ class Data:
         count = len(mnist.train) if config.train_images is None else config.train_images
         if not config.batch <= count <= len(mnist.train):
             raise ValueError(
-                f"train_images must lie between the batch, {config.batch}, and the {len(mnist.train)} there are, got {count}"
+                f"train_images must lie between the batch size, {config.batch}, and the {len(mnist.train)} training images of "
+                f"the source, got {count}"
             )
         order = np.random.default_rng(0).permutation(len(mnist.train))[:count]
         return cls(
