@@ -18,7 +18,7 @@ from efla.cli import doctor as doctor_module
     [
         (["eval", "m", "--length", "--limit", "5"], "--limit would do nothing with --length"),
         (["eval", "m", "--rows", "3", "--pairs", "2"], "--rows, --pairs would do nothing without --length"),
-        (["train", "--estimate-device", "a100"], "--estimate-device would do nothing without --dry-run"),
+        (["train", "--estimate-device", "a100"], "--estimate-device, --estimate-count or --utilisation would do nothing"),
         (["train", "--recipe", "tiny", "--recipe=efla-tiny"], "--recipe was given 2 times"),
         (["generate", "m", "--prompt", "a", "--temperature", "0", "--top-k", "3"], "--top-k would do nothing"),
     ],
