@@ -8,7 +8,7 @@ import torch
 from efla import EflaForCausalLM, cli, presets
 from efla.bench import BACKENDS, PLAIN, kernel_contenders, scan
 from efla.bench.models import efla_model, llama_model, qwen_model
-from efla.bench.plot import plot_lengths
+from efla.bench.section import lengths_figure, save_lengths
 from efla.native import rows
 from efla.runs import timing
 from efla.scans.backends import chunked, native
@@ -61,10 +61,17 @@ def test_a_wrong_backend_gets_no_numbers(monkeypatch, capsys):
 
 def test_a_plot_needs_no_more_than_rows(tmp_path):
     measured = [
-        timing.Measurement(f"length, forward B1 T{length} H8 D64", "native", 1, 1e-3, 1e-3, 1e-3, 3)
-        for length in (512, 1024)
+        timing.Measurement(f"length, forward B1 T{length} H8 D{width}", "native", 1, ms / 1e3, 1e-3, 1e-3, 3)
+        for length, width, ms in ((1024, 64, 2.0), (512, 64, 1.0), (512, 128, 3.0))
     ]
-    plot_lengths(measured, tmp_path / "plot.png", "a machine")
+    found = lengths_figure(measured, "plot", "a machine")
+    assert [chart.title for chart in found.charts] == ["8 heads of width 64", "8 heads of width 128"]
+    assert [(p.x, p.y) for p in found.charts[0].series[0].points] == [(512, 1.0), (1024, 2.0)]
+    assert [one.label for one in found.legend] == ["efla, native"]
+    with pytest.raises(ValueError, match="unknown format of a figure 'gif'"):
+        save_lengths(measured, tmp_path / "plot.gif", "a machine")
+    pytest.importorskip("altair")
+    save_lengths(measured, tmp_path / "plot.png", "a machine")
     assert (tmp_path / "plot.png").stat().st_size > 1000
 
 

@@ -25,7 +25,7 @@ def _cli(*arguments: str) -> object:
 def test_exactness_runs_draws_and_prints_its_table_and_then_makes_a_report(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for package in ("matplotlib", "jinja2"):
+    for package in ("altair", "vl_convert", "jinja2"):
         pytest.importorskip(package)
     _cli("exactness", "--rules", "delta", "efla", "--output", str(tmp_path / "out"))
     printed = capsys.readouterr().out
@@ -36,6 +36,25 @@ def test_exactness_runs_draws_and_prints_its_table_and_then_makes_a_report(
     tyro.cli(report, args=[str(tmp_path / "out"), "--output", str(page)])
     assert str(page) in capsys.readouterr().out
     assert "What an exact step buys" in page.read_text()
+
+
+def test_without_the_packages_for_charts_a_run_says_so_first_and_draws_none(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("efla.runs.vega.find_spec", lambda name: None)
+    _cli("exactness", "--rules", "efla", "--output", str(tmp_path))
+    printed = capsys.readouterr().out
+    assert printed.startswith("no figures: charts need altair and vl_convert: pip install 'efla[experiments]'")
+    assert not list(tmp_path.glob("*.svg"))
+
+
+def test_files_among_the_run_folders_of_a_report_are_skipped(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("efla.report.page.build", lambda runs, output: [])
+    (tmp_path / "README.md").write_text("")
+    tyro.cli(report, args=[str(tmp_path / "README.md"), "--output", str(tmp_path / "report.html")])
+    assert f"skipped {tmp_path / 'README.md'}" in capsys.readouterr().out
 
 
 def test_options_replace_the_profiles_grid_and_leave_its_protocol_alone(monkeypatch: pytest.MonkeyPatch) -> None:

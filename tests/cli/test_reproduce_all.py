@@ -66,7 +66,7 @@ def test_the_paper_prints_a_screen_and_the_report(
 def test_an_experiment_that_fails_half_way_is_in_the_report_with_what_it_has(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for package in ("matplotlib", "jinja2"):
+    for package in ("altair", "vl_convert", "jinja2"):
         pytest.importorskip(package)
     original = Exactness.run_cell
 
@@ -85,7 +85,7 @@ def test_an_experiment_that_fails_half_way_is_in_the_report_with_what_it_has(
 def test_one_report_of_what_ran_and_a_word_on_what_did_not(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for package in ("matplotlib", "jinja2"):
+    for package in ("altair", "vl_convert", "jinja2"):
         pytest.importorskip(package)
     monkeypatch.setattr(
         All,

@@ -22,8 +22,8 @@ from efla.evaluation.items import (
     write_items,
 )
 from efla.evaluation.long_context import show_length
-from efla.evaluation.plot import line_keys, plot_length, style
 from efla.evaluation.run import EvaluationSettings, TaskEvaluation
+from efla.evaluation.section import length_figures, line_keys
 from efla.evaluation.table import (
     ACCURACIES,
     CARRIED,
@@ -34,7 +34,8 @@ from efla.evaluation.table import (
     result_table,
     terminal,
 )
-from efla.runs.style import ARMS, RULES
+from efla.runs.chart import Chart
+from efla.runs.vega import STYLES
 from tests.evaluation.test_items_and_table import cell
 
 Row = dict[str, Any]
@@ -212,14 +213,19 @@ pairs length chance ours theirs
 
 
 def test_long_contexts_are_shown_as_two_tables(tmp_path, monkeypatch):
-    monkeypatch.setattr("efla.evaluation.plot.plot_length", lambda rows, output: [output / "a.svg"])
+    monkeypatch.setattr("efla.runs.vega.unavailable", lambda: None)
+    monkeypatch.setattr("efla.runs.vega.save_all", lambda figures, folder: [folder / "a.svg"])
     out = io.StringIO()
     show_length(length_rows(), tmp_path, Console(file=out, width=100))
     words = re.sub("[─-╿]", " ", out.getvalue()).split()  # without the lines of the tables
-    assert words == [*SHOWN.split(), "figure:", str(tmp_path / "a.svg")]
+    assert words == [*SHOWN.split(), "figure:", str(tmp_path / "figures" / "a.svg")]
     out = io.StringIO()
     show_length([row for row in length_rows() if row["row"] == "cell"], tmp_path, Console(file=out))
-    assert out.getvalue().split() == ["figure:", str(tmp_path / "a.svg")]
+    assert out.getvalue().split() == ["figure:", str(tmp_path / "figures" / "a.svg")]
+    monkeypatch.setattr("efla.runs.vega.unavailable", lambda: "why")
+    out = io.StringIO()
+    show_length([], tmp_path, Console(file=out))
+    assert out.getvalue() == "no figures: why\n"
 
 
 def test_a_model_has_its_mixers_colour_where_it_is_free():
@@ -229,79 +235,46 @@ def test_a_model_has_its_mixers_colour_where_it_is_free():
     assert list(keys) == list("abcde")
     assert (keys["a"], keys["b"], keys["e"]) == ("efla", "attention", "mamba2")
     assert len(set(keys.values())) == 5
-    for key in keys.values():
-        line = {**ARMS, **RULES}[key]
-        assert style(key) == (line.color, line.dash, line.width)
+    assert set(keys.values()) <= set(STYLES)
     many = line_keys([{"row": "cell", "model": str(i), "mixers": "llama"} for i in range(20)])
     assert len(set(many.values())) == 7, "colours come round again"
 
 
-def test_figures_hold_the_numbers_of_the_rows(tmp_path, monkeypatch):
-    pytest.importorskip("matplotlib")
-    figures: dict[str, Any] = {}
-
-    def keep(figure: Any, folder: Path, name: str) -> list[Path]:
-        figures[name] = [read_axes(axes) for axes in figure.axes]
-        return [folder / f"{name}.svg"]
-
-    monkeypatch.setattr("efla.evaluation.plot.save", keep)
-    files = plot_length(length_rows(), tmp_path)
-    assert [str(file.relative_to(tmp_path)) for file in files] == [
-        "figures/bits_by_position.svg", "figures/recall_by_pairs.svg", "figures/recall_by_length.svg",
-    ]  # fmt: skip
-    (curve,) = figures["bits_by_position"]
-    assert curve["labels"] == ("Loss by position, state carried", "position (end of the bucket)", "bits per byte")
-    assert curve["ticks"] == ["64", "128", "1,024"] and curve["scale"] == "log"
-    assert curve["legend"] == ["ours", "theirs"]
-    x = (64, 128, 1024)
-    assert curve["lines"]["ours"] == [(e, pytest.approx(2 - e / 1024)) for e in x]
-    assert curve["lines"]["theirs"] == [(e, pytest.approx(2.5 - e / 1024)) for e in x]
-    # The error is in bits per token, of which a byte has half as many.
-    assert curve["bands"][0] == [(e, pytest.approx(1.875 - e / 1024), pytest.approx(2.125 - e / 1024)) for e in x]
-    by_pairs = figures["recall_by_pairs"]
-    assert [axes["labels"] for axes in by_pairs] == [
-        ("length 16", "pairs", "recall among the values, %"), ("length 1,024", "pairs", ""),
-    ]  # fmt: skip
-    assert by_pairs[0]["lines"]["chance"] == [(2, 50), (4, 25)]
-    assert by_pairs[0]["lines"]["theirs"] == [(2, pytest.approx(55)), (4, pytest.approx(55))]
-    assert by_pairs[1]["lines"]["theirs"] == [(2, pytest.approx(55))]
-    near = pytest.approx
-    assert by_pairs[0]["errors"] == [[(n, near(mean - 5), near(mean + 5)) for n in (2, 4)] for mean in (50, 55)]
-    assert by_pairs[0]["range"] == (0, 102)
-    assert (by_pairs[0]["legend"], set(by_pairs[1]["legend"])) == ([], {"ours", "theirs", "chance"})
-    assert [axes["labels"][:2] for axes in figures["recall_by_length"]] == [
-        ("2 pairs", "length"),
-        ("4 pairs", "length"),
+def test_figures_hold_the_numbers_of_the_rows():
+    position, by_pairs, by_length = length_figures(length_rows())
+    assert [f.name for f in (position, by_pairs, by_length)] == [
+        "bits_by_position",
+        "recall_by_pairs",
+        "recall_by_length",
     ]
-    assert figures["recall_by_length"][0]["lines"]["ours"] == [(16, 50), (1024, 50)]
-    assert plot_length([row for row in length_rows() if row["row"] == "cell"], tmp_path) == []
+    assert position.title == "Loss by position, state carried"
+    (everything,) = position.charts
+    assert (everything.x_label, everything.y_label, everything.log_x) == ("position", "bits per byte", True)
+    assert everything.x_ticks == [64, 128, 1024]
+    curves, x = values_of(everything), (64, 128, 1024)
+    assert curves["ours"] == [(e, pytest.approx(2 - e / 1024)) for e in x]
+    assert curves["theirs"] == [(e, pytest.approx(2.5 - e / 1024)) for e in x]
+    # The error is in bits per token, of which a byte has half as many.
+    bands = [(p.x, p.low, p.high) for p in everything.series[0].points]
+    assert bands == [(e, pytest.approx(1.875 - e / 1024), pytest.approx(2.125 - e / 1024)) for e in x]
+    assert [(c.title, c.x_label, c.y_label, c.y_range) for c in by_pairs.charts] == [
+        ("16 tokens", "pairs", "recall among the values, %", (0, 102)),
+        ("1,024 tokens", "pairs", "recall among the values, %", (0, 102)),
+    ]
+    assert values_of(by_pairs.charts[0])["chance"] == [(2, 50), (4, 25)]
+    assert values_of(by_pairs.charts[0])["theirs"] == [(2, pytest.approx(55)), (4, pytest.approx(55))]
+    assert values_of(by_pairs.charts[1])["theirs"] == [(2, pytest.approx(55))]
+    near = pytest.approx
+    for series, mean in zip(by_pairs.charts[0].series, (50, 55), strict=False):
+        assert [(p.x, p.low, p.high) for p in series.points] == [(n, near(mean - 5), near(mean + 5)) for n in (2, 4)]
+    assert [one.label for one in by_pairs.legend] == ["ours", "theirs", "chance"]
+    assert [(c.title, c.x_label) for c in by_length.charts] == [("2 pairs", "length"), ("4 pairs", "length")]
+    assert values_of(by_length.charts[0])["ours"] == [(16, 50), (1024, 50)]
+    assert length_figures([row for row in length_rows() if row["row"] == "cell"]) == []
 
 
-def read_axes(axes: Any) -> dict[str, Any]:
-    """What a reader takes from a panel."""
-    legend = axes.get_legend()
-    bands, errors = [], []
-    for collection in axes.collections:
-        if type(collection).__name__ == "LineCollection":
-            errors.append([(a[0], a[1], b[1]) for a, b in collection.get_segments()])
-        else:
-            points: dict[float, list[float]] = {}
-            for x, y in collection.get_paths()[0].vertices:
-                points.setdefault(float(x), []).append(float(y))
-            bands.append([(x, min(ys), max(ys)) for x, ys in sorted(points.items())])
-    lines = {line.get_label(): [(x, y) for x, y in line.get_xydata().tolist()] for line in axes.lines}
-    for container in axes.containers:
-        lines[container.get_label()] = [(x, y) for x, y in container.lines[0].get_xydata().tolist()]
-    return {
-        "labels": (axes.get_title(loc="left") or axes.get_title(), axes.get_xlabel(), axes.get_ylabel()),
-        "ticks": [label.get_text() for label in axes.get_xticklabels()],
-        "scale": axes.get_xscale(),
-        "range": axes.get_ylim(),
-        "legend": [] if legend is None else [text.get_text() for text in legend.get_texts()],
-        "lines": lines,
-        "bands": bands,
-        "errors": errors,
-    }
+def values_of(chart: Chart) -> dict[str, list[tuple[Any, float]]]:
+    return {one.label: [(p.x, p.y) for p in one.points] for one in chart.series}
 
 
 @pytest.mark.parametrize(
@@ -320,16 +293,11 @@ def test_large_numbers_are_short(value, error, shown):
 
 
 @pytest.mark.parametrize(("count", "every"), [(8, 1), (9, 2), (17, 2), (18, 3)])
-def test_many_positions_are_thinned_out_on_the_axis(count, every, tmp_path, monkeypatch):
-    pytest.importorskip("matplotlib")
-    ticks = []
-    monkeypatch.setattr(
-        "efla.evaluation.plot.save", lambda figure, *a: ticks.extend(read_axes(figure.axes[0])["ticks"]) or []
-    )
+def test_many_positions_are_thinned_out_on_the_axis(count, every):
     rows = [row for row in length_rows() if row["row"] != "recall"][:1] * count
     rows = [{**row, "end": 2**i} for i, row in enumerate(rows)]
-    plot_length([*rows, length_rows()[-1] | {"model": "ours"}], tmp_path)
-    assert ticks == [f"{2**i:,}" for i in range(0, count, every)]
+    figure = length_figures([*rows, length_rows()[-1] | {"model": "ours"}])[0]
+    assert figure.charts[0].x_ticks == [2**i for i in range(0, count, every)]
 
 
 def test_names_become_file_names_and_rows_a_line(tmp_path):

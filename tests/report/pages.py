@@ -1,86 +1,46 @@
-"""Looking at the pages that reports are."""
+"""Looking at the pages that reports are, and at the charts in them."""
 
 from __future__ import annotations
 
-import itertools
-import math
+import json
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass
 from html.parser import HTMLParser
-from xml.etree import ElementTree
+from typing import Any
+
+Spec = dict[str, Any]
 
 
-def numbers_are_finite(page: str) -> None:
-    """Every coordinate and size of every shape."""
-    found = re.findall(r'(?: d|x|y|x1|x2|y1|y2|cx|cy|width|height)="([^"]*)"', page)
-    assert len(found) > 50
-    assert not [attribute for attribute in found if re.search("nan|inf", attribute.lower())]
+def specs_of(page: str) -> list[Spec]:
+    """The Vega-Lite specifications of a page, in its order."""
+    (text,) = re.findall(r'<script id="specs" type="application/json">(.*?)</script>', page, flags=re.DOTALL)
+    found: list[Spec] = json.loads(text)
+    return found
 
 
-@dataclass(frozen=True)
-class Axis:
-    """An axis as a reader takes it: the numbers printed beside it and where they stand, in pixels."""
-
-    ticks: Sequence[tuple[float, float]]
-    """(number, pixel)."""
-
-    @property
-    def is_log(self) -> bool:
-        """Whether equal ratios, not equal differences, are equally far apart; the ticks must agree on one of the two."""
-        fits = [self._misfit(math.log10), self._misfit(float)] if min(self.ticks)[0] > 0 else [1e9, self._misfit(float)]
-        assert min(fits) < 0.2, f"ticks {self.ticks} are neither linear nor logarithmic"
-        assert max(fits) > 2, f"ticks {self.ticks} do not tell linear from logarithmic"
-        return fits[0] < fits[1]
-
-    def value(self, pixel: float) -> float:
-        """What a reader would read there."""
-        (a, at_a), (b, at_b) = min(self.ticks), max(self.ticks)
-        share = (pixel - at_a) / (at_b - at_a)
-        return a * (b / a) ** share if self.is_log else a + share * (b - a)
-
-    def _misfit(self, scale) -> float:  # type: ignore[no-untyped-def]
-        (a, at_a), (b, at_b) = min(self.ticks), max(self.ticks)
-        per = (at_b - at_a) / (scale(b) - scale(a))
-        return max(abs(at_a + (scale(tick) - scale(a)) * per - at) for tick, at in self.ticks)
+def charts_of(page: str) -> list[Spec]:
+    """Those of curves and bars, not the forest plots."""
+    return [spec for spec in specs_of(page) if "title" in spec]
 
 
-@dataclass(frozen=True)
-class DrawnChart:
-    """Curves and bands of a line chart in the units of its axes, read off the drawing."""
-
-    labels: list[str]
-    x: Axis
-    y: Axis
-    curves: list[list[tuple[float, float]]]
-    """Of each curve its (x, y)."""
-    bands: list[list[tuple[float, float, float]]]
-    """Of each band its (x, low, high)."""
+def rows_of(spec: Spec, mark: str) -> list[dict[str, Any]]:
+    """The data of the first layer with this mark; none if there is no such layer."""
+    for layer in spec["layer"]:
+        if layer["mark"]["type"] == mark:
+            rows: list[dict[str, Any]] = spec["datasets"][layer["data"]["name"]]
+            return rows
+    return []
 
 
-def charts_of(page: str) -> list[DrawnChart]:
-    """Every line chart of a page."""
-    drawn = re.findall(r'<svg [^>]*class="chart".*?</svg>.*?</svg>', page, flags=re.DOTALL)
-    return [read_chart(svg) for svg in drawn if 'class="line"' in svg]
+def encoding(spec: Spec, mark: str, channel: str) -> dict[str, Any]:
+    """How the first layer with this mark uses a channel."""
+    found: dict[str, Any] = next(layer for layer in spec["layer"] if layer["mark"]["type"] == mark)["encoding"][channel]
+    return found
 
 
-def read_chart(svg: str) -> DrawnChart:
-    root = ElementTree.fromstring(svg)
-    texts = [(element, element.text or "") for element in root.iter("text")]
-    ticks = [(element, float(text)) for element, text in texts if element.get("class") == "tick"]
-    x = Axis([(value, float(e.get("x", ""))) for e, value in ticks if e.get("text-anchor") == "middle"])
-    y = Axis([(value, float(e.get("y", ""))) for e, value in ticks if e.get("text-anchor") == "end"])
-    inner = root.find("svg")  # crosses of diverged runs stand outside of it
-    assert inner is not None
-    paths: dict[str, list[list[tuple[float, float]]]] = {"line": [], "band": []}
-    for path in inner.iter("path"):
-        points = [tuple(map(float, pair.split())) for pair in re.split("[MLZ]", path.get("d", "")) if pair]
-        paths[path.get("class", "")].append([(x.value(a), y.value(b)) for a, b in points])
-    bands = []
-    for polygon in paths["band"]:
-        at = itertools.groupby(sorted(polygon), key=lambda point: point[0])
-        bands.append([(key, group[0][1], group[-1][1]) for key, group in ((key, list(group)) for key, group in at)])
-    return DrawnChart([text for element, text in texts if element.get("class") == "label"], x, y, paths["line"], bands)
+def labels_of(spec: Spec) -> tuple[str, str, str]:
+    """Title, and the titles of both axes."""
+    mark = "line" if rows_of(spec, "line") else "bar" if rows_of(spec, "bar") else "tick"
+    return spec["title"]["text"], encoding(spec, mark, "x")["title"], encoding(spec, mark, "y")["title"]
 
 
 class Markup(HTMLParser):
@@ -91,12 +51,17 @@ class Markup(HTMLParser):
         self.tags: set[str] = set()
         self.attributes: list[tuple[str, str]] = []
         self.text = ""
+        self._in_script = False
         self.feed(page)
         self.close()
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         self.tags.add(tag)
         self.attributes += [(name, value or "") for name, value in attrs]
+        self._in_script = tag in ("script", "style")
+
+    def handle_endtag(self, tag: str) -> None:
+        self._in_script = False
 
     def handle_data(self, data: str) -> None:
-        self.text += data
+        self.text += "" if self._in_script else data

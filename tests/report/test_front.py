@@ -1,9 +1,11 @@
-"""The front page: every claim with its place in the paper, a verdict, and a strip of differences."""
+"""The first screen: the answer, the key figure, and every claim with its place in the paper and a verdict."""
 
 from __future__ import annotations
 
+import math
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -11,14 +13,17 @@ from efla.experiments import registry
 from efla.report import front
 from efla.report.markdown import markdown
 from efla.report.page import build, sections_of
+from efla.runs import vega
+from efla.runs.chart import Chart, Figure, Point, Series
 from efla.runs.rows import append_rows
 from efla.runs.sections import Section
 from efla.runs.statistics import Claim, difference
 from tests.experiments.lm.test_lm import made_up as lm_rows
 from tests.experiments.throughput.test_throughput import made_up as throughput_rows
-from tests.report.pages import numbers_are_finite
+from tests.report.pages import charts_of, rows_of
 
-pytest.importorskip("jinja2")
+for package in ("jinja2", "altair", "vl_convert"):
+    pytest.importorskip(package)
 
 
 def write(folder: Path, experiment: str, rows: list[dict]) -> Path:  # type: ignore[type-arg]
@@ -29,48 +34,60 @@ def write(folder: Path, experiment: str, rows: list[dict]) -> Path:  # type: ign
     return folder
 
 
-def section(*claims: Claim, key: str = "lm") -> Section:
-    return Section(key=key, title="T", source="s", intro="i", claims=claims)
+def section(*claims: Claim, key: str = "lm", **more: Any) -> Section:
+    return Section(key=key, title="T", source="s", question="q", intro="i", claims=claims, **more)
+
+
+def claim(verdict: str, *values: float, unit: str = "points", letter: str = "a", **more: Any) -> Claim:
+    found = difference(values) if values else None
+    return Claim(letter, "S", "pair", verdict, "reason", found, unit, **more)
 
 
 def test_a_line_takes_the_first_comparisons_verdict_and_counts_the_others() -> None:
-    claims = [
-        Claim("a", "S", f"pair {i}", v, "n", difference([e, e + 0.1]))
-        for i, (v, e) in enumerate((("seen", 2.0), ("reversed", -3.0), ("seen", 1.5)))
-    ]
-    (line,) = front.front([section(*claims)])
-    assert (line.verdict, line.others) == ("seen", "1 reversed, 1 seen")
+    (line,) = front.claim_lines([section(claim("seen"), claim("reversed"), claim("seen"))])
+    assert (line.claim.verdict, line.others) == ("seen", "1 reversed, 1 seen")
     assert line.anchor == "#lm-1"
     assert line.place == registry.get("lm").places["a"]
-    assert line.strip.count("<circle") == 3
 
 
-def test_a_strip_puts_what_the_paper_claims_to_the_right_and_the_unjudged_apart() -> None:
-    def marks(e: float | None) -> str:
-        """A comparison whose interval is e of its half widths away from zero."""
-        half = difference([-1.0, 1.0]).detectable
-        found = None if e is None else difference([e * half - 1, e * half + 1])
-        return front.strip([Claim("a", "S", "<pair>", "seen", "n", found)])
-
-    def x(e: float) -> float:
-        (found,) = re.findall(r'cx="([\d.]+)"', marks(e))
-        return float(found)
-
-    assert x(-2.0) < x(0.0) < x(1.0) < x(5.0)
-    for far in (100.0, -100.0):
-        assert "<circle" not in marks(far)
-        assert "inf" not in marks(far)
-    assert "h5v5h-5Z" in marks(None)
-    assert "&lt;pair&gt;" in marks(1.0)
+def test_the_answer_counts_verdicts_and_one_seed_gives_what_was_measured() -> None:
+    lines = front.claim_lines(
+        [section(claim("seen", 1, 2, 3), claim("not seen", letter="b"), claim("seen", letter="c"))]
+    )
+    assert front.answer(lines).startswith(
+        "Of 3 claims of the paper tested here, 2 are seen and 1 is not seen. “S”: seen (+2.0 points ["
+    )
+    single = front.claim_lines([section(claim("not judged", 2.0))])
+    assert front.answer(single) == "Measured: pair, +2.0 points, n = 1; reason. One seed gives no verdict."
+    assert front.findings(section(claim("not judged", 2.0))) == [("", "S (pair): +2.0 points, n = 1; reason.")]
+    assert front.answer([]) == ""
 
 
-def test_the_picture_has_a_piece_for_every_comparison_in_the_order_of_verdicts() -> None:
-    verdicts = ("not judged", "reversed", "seen", "not seen", "seen")
-    svg = front.picture([section(*(Claim("a", "S", "<p>", v, "n") for v in verdicts)), section(key="mad")])
-    assert re.findall(r'class="mark ([\w-]+)"', svg) == ["seen", "seen", "not-seen", "reversed", "not-judged"]
-    assert "T: 2 seen, 1 not seen, 1 reversed, 1 not judged" in svg
-    assert "&lt;p&gt;" in svg
-    assert front.picture([section()]) == ""
+def test_the_key_figure_is_corruption_and_has_at_most_three_charts() -> None:
+    def figure(name: str, count: int) -> Figure:
+        return Figure(name, name, "", [Chart("t", "x", "y", [Series("efla", "EFLA", [Point(0.0, 1.0)])])] * count)
+
+    first, corruption = section(figures=[figure("a", 2)]), section(key="smnist", figures=[figure("b", 4)])
+    found = front.headline([first, corruption])
+    assert found is not None
+    assert (found.name, len(found.charts)) == ("b", 3)
+    assert front.headline([section()]) is None
+
+
+def test_a_forest_plot_has_the_interval_the_zero_line_and_the_papers_value_of_one_unit() -> None:
+    claims = [
+        claim("seen", 1.9, 2, 2.1, paper=0.7),
+        claim("seen", 1, 1.01, unit="bits", letter="b"),
+        claim("not judged", 1.0, letter="c"),
+    ]
+    found = front.by_unit(front.claim_lines([section(*claims)]))
+    assert {unit: len(each) for unit, each in found.items()} == {"points": 1, "bits": 1}
+    spec = vega.forest(found["points"], "points")
+    (row,) = rows_of(spec, "circle")
+    assert (row["mean"], row["paper"], row["verdict"]) == (pytest.approx(2.0), 0.7, "seen")
+    assert (row["low"], row["high"]) == pytest.approx((2 - 0.4302653 / math.sqrt(3), 2 + 0.4302653 / math.sqrt(3)))
+    assert rows_of(spec, "rule") == [{"zero": 0}]
+    assert "S (pair): seen" in spec["description"]
 
 
 def test_every_experiment_that_judges_claims_has_places_and_a_sentence_for_when_it_was_not_run() -> None:
@@ -140,11 +157,13 @@ def test_the_page_has_language_models_throughput_and_the_front_table(tmp_path: P
     sections = build(folders, tmp_path / "report.html")
     page = (tmp_path / "report.html").read_text()
     assert [s.key for s in sections] == ["lm", "throughput"]
-    table = re.findall(r'<table class="front">.*?</table>', page, re.DOTALL)[0]
-    assert table.count("<svg") == len(front.front(sections))
-    assert "Any verdict on mamba2: run with one seed" in page
+    table = re.findall(r'<table class="claims">.*?</table>', page, re.DOTALL)[0]
+    assert table.count('scope="row"') == len(front.claim_lines(sections))
+    assert "Any verdict on Mamba-2: run with one seed" in page
     assert "compare only the direction of a difference" in page
     assert "EFLA, 340M, 8B tokens" in page
     assert "0.909" in page, "the ratio of throughputs"
     assert "efla train --recipe efla-1.3b-paper" in page
-    numbers_are_finite(page)
+    (bits, *_) = (chart for chart in charts_of(page) if chart["title"]["text"] == "Test text, every run")
+    assert [row["x"] for row in rows_of(bits, "tick")] == ["DeltaNet", "EFLA", "Mamba-2"]
+    assert len(rows_of(bits, "circle")) == 6, "a dot a run, without the one that failed"

@@ -1,97 +1,138 @@
-"""Charts as a reader sees them: values read off the axes, and text that stays text."""
+"""Charts as a reader sees them: values where the axes say, bands within their range, and text that stays text."""
 
 from __future__ import annotations
 
 import json
+import math
+import re
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 
 from efla.report.page import build
-from efla.runs.bars import Bars, BarSeries, draw
-from efla.runs.chart import Chart, Point, Series
+from efla.runs import vega
+from efla.runs.chart import Chart, Figure, Guide, Point, Series, over_seeds, tidy, values_table
 from efla.runs.rows import append_rows
-from tests.report.pages import Markup, charts_of, read_chart
+from efla.runs.statistics import spread
+from tests.report.pages import Markup, charts_of, encoding, labels_of, rows_of, specs_of
 from tests.report.test_report import write_run
 
-pytest.importorskip("jinja2")
+for package in ("jinja2", "altair", "vl_convert"):
+    pytest.importorskip(package)
 
 HOSTILE = """<x-injected a="1">&amp;'"</x-injected>"""
 
 
-def chart(log_x: bool, log_y: bool) -> Chart:
-    """Points at 1, 10, 100 and 1000 with uneven bands."""
-    points = [Point(x, 2 * x, 1.2 * x, 3 * x, str(x)) for x in (1, 10, 100, 1000)]
-    return Chart("t", "x", "y", [Series("efla", "EFLA", points)], (1, 4000), log_x=log_x, log_y=log_y)
+@pytest.fixture(autouse=True)
+def library(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(vega, "library", lambda: "/* vega */")
+
+
+def figure(*charts: Chart) -> Figure:
+    return Figure("name", "title", "note", charts)
 
 
 @pytest.mark.parametrize("log_x", [False, True], ids=["linear x", "log x"])
 @pytest.mark.parametrize("log_y", [False, True], ids=["linear y", "log y"])
-def test_values_and_bands_stand_where_the_axes_say(log_x: bool, log_y: bool) -> None:
-    drawn = read_chart(draw(chart(log_x, log_y)))
-    assert (drawn.x.is_log, drawn.y.is_log) == (log_x, log_y)
-    (curve,), (band,) = drawn.curves, drawn.bands
-    near = {"rel": 3e-3, "abs": 0 if log_x else 0.5}  # coordinates have one decimal: ends are off by 1/20 of a pixel
-    assert [x for x, _ in curve] == pytest.approx([1, 10, 100, 1000], **near)
-    assert [x for x, _, _ in band] == pytest.approx([1, 10, 100, 1000], **near)
-    near = {"rel": 3e-3, "abs": 0 if log_y else 2}
-    assert [y for _, y in curve] == pytest.approx([2, 20, 200, 2000], **near)
-    assert [low for _, low, _ in band] == pytest.approx([1.2, 12, 120, 1200], **near)
-    assert [high for _, _, high in band] == pytest.approx([3, 30, 300, 3000], **near)
+def test_values_stand_where_the_axes_say(tmp_path: Path, log_x: bool, log_y: bool) -> None:
+    points = [Point(float(x), 2.0 * x) for x in (1, 10, 100, 1000)]
+    chart = Chart("t", "x", "y", [Series("efla", "EFLA", points)], (1, 4000), log_x=log_x, log_y=log_y)
+    (svg, _) = vega.save(figure(chart), tmp_path, ["svg"])
+    (path,) = re.findall(r'aria-roledescription="line mark"[^>]* d="(M[^"]*)"', svg.read_text())
+    drawn = [tuple(map(float, pair.split(","))) for pair in re.split("[ML]", path) if pair]
+    assert len(drawn) == 4
+    for axis, log in ((0, log_x), (1, log_y)):
+        steps = [abs(b[axis] - a[axis]) for a, b in pairwise(drawn)]
+        expected = [1, 1, 1] if log else [1, 10, 100]
+        assert [step / steps[0] for step in steps] == pytest.approx(expected, rel=1e-2)
 
 
 def test_the_report_draws_one_standard_deviation_on_either_side_and_factors_on_a_log_axis(tmp_path: Path) -> None:
     """The made-up accuracies of three seeds are 0.01 apart: their deviation is one point."""
     build([write_run(tmp_path / "run")], tmp_path / "report.html")
     found = charts_of((tmp_path / "report.html").read_text())
-    banded = [chart for chart in found if chart.bands]
-    assert len(banded) == 3, "dropout, scale and noise"
-    for chart in banded:
-        for curve, band in zip(chart.curves, chart.bands, strict=True):
-            for (_, y), (_, low, high) in zip(curve, band, strict=True):
-                assert (y - low, high - y) == pytest.approx((1, 1), abs=0.06)
-        loss_of_accuracy = [(x, 91 - y) for curve in chart.curves for x, y in curve]
-        assert all(lost == pytest.approx(2 * x, abs=0.2) or lost == pytest.approx(4 * x, abs=0.4)
-                   for x, lost in loss_of_accuracy)  # fmt: skip
-    log = [chart.labels[0] for chart in found if len(chart.x.ticks) > 2 and chart.x.is_log]
-    assert sorted(log) == ["intensity multiplied by", "learning rate", "learning rate"]
+    for chart in found[:3]:
+        rows = rows_of(chart, "line")
+        for row in rows:
+            if row["low"] is not None:
+                assert (row["y"] - row["low"], row["high"] - row["y"]) == pytest.approx((1, 1))
+            assert 91 - row["y"] == pytest.approx((2 if row["series"] == "EFLA" else 4) * row["x"])
+    log = [labels_of(chart)[1] for chart in found if encoding(chart, "line", "x")["scale"]["type"] == "log"]
+    assert sorted(log) == ["intensity multiplied by"] * 2 + ["learning rate"] * 2
 
 
-PLACES = ("title", "x_label", "y_label", "label", "text")
+def test_bands_of_percentages_end_at_0_and_100() -> None:
+    series = over_seeds("efla", ([1, 2], [spread([0.8, 1.0, 1.0]), spread([0.0, 0.0, 0.1])]), 100)
+    assert (series.points[0].high, series.points[1].low) == (100, 0)
+    losses = over_seeds("efla", ([1], [spread([0.0, 0.1])]))
+    assert losses.points[0].low < 0, "a loss has no such end"
 
 
-def line_chart(**texts: str) -> Chart:
-    points = [Point(float(x), 1.0, 0.0, 2.0, texts.pop("text", "1") if x else "1") for x in range(2)]
-    series = [Series("efla", texts.pop("label", "EFLA"), points)]
-    return Chart(**{"title": "t", "x_label": "x", "y_label": "y", **texts}, series=series, y_range=(0, 3))
+def test_values_that_are_not_finite_leave_a_gap_and_a_model_without_any_is_named() -> None:
+    points = [Point(float(x), math.nan if x == 2 else 1.0) for x in range(4)]
+    gone = Series("delta", "DeltaNet", [Point(0.0, math.nan)])
+    chart = Chart("t", "x", "y", [Series("efla", "EFLA", points), gone], guides=[Guide("y", 2.0, "dashed: two")])
+    spec = vega.page_spec(chart, figure(chart).legend)
+    assert [row["y"] for row in rows_of(spec, "line")] == [1.0, 1.0, None, 1.0, None]
+    assert spec["title"]["subtitle"] == ["dashed: two", "diverged: DeltaNet"]
+    assert json.loads(json.dumps(spec, allow_nan=False)) == spec
 
 
-def bar_chart(groups: int, **texts: str) -> Bars:
-    names = [texts.pop("group", "g"), *"abcdefg"[: groups - 1]]
-    points = [Point(0.0, 50.0, 40.0, 60.0, texts.pop("text", "1")), *[None] * (groups - 1)]
-    series = [BarSeries("efla", texts.pop("label", "EFLA"), points)]
-    return Bars(**{"title": "t", "x_label": "x", "y_label": "y", **texts}, groups=names, series=series)
+def test_hovering_shows_every_series_at_an_x_and_the_table_has_the_same(tmp_path: Path) -> None:
+    chart = Chart(
+        "t",
+        "size",
+        "y",
+        [Series(k, k.upper(), [Point(1.0, 5.0, text=f"{k} 5"), Point(2.0, 6.0)]) for k in ("efla", "delta")],
+    )
+    spec = vega.page_spec(chart, chart.series)
+    hover = spec["layer"][-1]
+    assert [field["title"] for field in hover["encoding"]["tooltip"]] == ["size", "EFLA", "DELTA"]
+    assert spec["datasets"][hover["data"]["name"]][0] == {"x": 1.0, "at": "1", "s0": "efla 5", "s1": "delta 5"}
+    assert values_table(chart) == (["size", "EFLA", "DELTA"], [["1", "efla 5", "delta 5"], ["2", "6", "6"]])
+    long = Chart("t", "x", "y", [Series("efla", "EFLA", [Point(float(x), 1.0) for x in range(100)])])
+    assert 20 < len(values_table(long)[1]) < 30
+    assert values_table(long)[1][-1][0] == "99"
+
+
+def test_a_figure_is_saved_light_and_dark_as_svg_png_and_pdf(tmp_path: Path) -> None:
+    chart = Chart("t", "x", "y", [Series("efla", "EFLA", [Point(0.0, 1.0), Point(1.0, 2.0)])])
+    files = vega.save(figure(chart), tmp_path, vega.FORMATS)
+    assert [file.name for file in files] == ["name.svg", "name-dark.svg", "name.png", "name.pdf"]
+    light, dark = files[0].read_text(), files[1].read_text()
+    assert "#0b4f8a" in light and "#0b4f8a" not in dark
+    assert "var(--" not in light + dark
+    assert files[2].read_bytes().startswith(b"\x89PNG") and files[3].read_bytes().startswith(b"%PDF")
+    assert vega.save(figure(chart), tmp_path, ["svg"])[0].read_text() == light, "the same values give the same file"
+    assert vega.save_all([figure()], tmp_path) == []
+
+
+def test_without_the_packages_the_reason_names_the_extra(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(vega, "find_spec", lambda name: None)
+    assert vega.unavailable() == "charts need altair and vl_convert: pip install 'efla[experiments]'"
+    with pytest.raises(RuntimeError, match=r"pip install 'efla\[experiments\]'"):
+        vega.save(figure(), tmp_path)
+
+
+PLACES = ("title", "x_label", "y_label", "label", "text", "group")
 
 
 @pytest.mark.parametrize(
     ("kind", "place"),
-    [("lines", place) for place in PLACES]
-    + [(kind, place) for kind in ("few bars", "many bars") for place in (*PLACES, "group")],
+    [(kind, place) for kind in ("curves", "bars", "dots") for place in PLACES[: 5 + (kind != "curves")]],
 )
-def test_text_in_a_chart_stays_text(kind: str, place: str) -> None:
-    texts = {place: HOSTILE}
-    svg = draw(line_chart(**texts) if kind == "lines" else bar_chart(3 if kind == "few bars" else 6, **texts))
-    seen = Markup(svg)
-    assert "x-injected" not in seen.tags
-    assert not [name for name, _ in seen.attributes if name == "a"]
-    attributes = dict(seen.attributes)
-    hover = json.loads(attributes["data-values"])
-    in_hover = HOSTILE in json.dumps(hover, ensure_ascii=False).replace('\\"', '"')
-    assert in_hover == (place in ("x_label", "label", "text", "group"))
-    assert (HOSTILE in attributes["aria-label"]) == (place in ("title", "x_label", "y_label", "label"))
-    hidden = kind == "many bars" and place == "x_label"  # the names of the groups say it
-    assert (HOSTILE in seen.text) == (place in ("x_label", "y_label", "group") and not hidden)
+def test_text_in_a_chart_stays_text(kind: Any, place: str, tmp_path: Path) -> None:
+    texts = dict.fromkeys(PLACES, "plain") | {place: HOSTILE}
+    x: Any = 0.0 if kind == "curves" else texts["group"]
+    series = [Series("efla", texts["label"], [Point(x, 50.0, 40.0, 60.0, texts["text"], seeds=[50.0])])]
+    chart = Chart(texts["title"], texts["x_label"], texts["y_label"], series, (0, 100), kind=kind)
+    assert HOSTILE in json.loads(json.dumps(vega.page_spec(chart, series)))["description"] or place in ("text", "group")
+    (svg, _) = vega.save(figure(chart), tmp_path, ["svg"])
+    tags = {element.tag.rpartition("}")[2] for element in ElementTree.fromstring(svg.read_text()).iter()}
+    assert "x-injected" not in tags
 
 
 def test_a_models_name_cannot_put_markup_into_the_report(tmp_path: Path) -> None:
@@ -114,10 +155,13 @@ def test_a_models_name_cannot_put_markup_into_the_report(tmp_path: Path) -> None
     (tmp_path / "config.json").write_text('{"format": 1, "experiment": "evaluation-length", "protocol": {}}')
     append_rows(tmp_path, rows)
     build([tmp_path], tmp_path / "report.html")
-    seen = Markup((tmp_path / "report.html").read_text())
+    page = (tmp_path / "report.html").read_text()
+    seen = Markup(page)
     assert "x-injected" not in seen.tags
     assert not [name for name, _ in seen.attributes if name == "a"]
-    described = [value for name, value in seen.attributes if name == "aria-label" and "curves" in value]
-    assert len(described) >= 3
-    assert all(HOSTILE in value for value in described)
     assert seen.text.count(HOSTILE) >= 4, "legends, the table of models and the settings show the name as it is"
+    assert all(HOSTILE in spec["description"] for spec in specs_of(page))
+
+
+def test_numbers_are_short() -> None:
+    assert [tidy(value) for value in (0, 0.25, 1234.5678, 1e-4, 3e38)] == ["0", "0.25", "1235", "1e-4", "3e38"]

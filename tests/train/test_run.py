@@ -20,7 +20,7 @@ from efla.data import corpora
 from efla.data.sampling import TokenStream
 from efla.train import loop
 from efla.train.output import METRICS, MetricsLog, read_metrics, si
-from efla.train.plot import plot_run
+from efla.train.section import curve, save_curve
 from efla.train.step import row_loss, validate
 from tests.data.test_prepare import has
 from tests.train.small import SIZES, losses, small
@@ -250,15 +250,22 @@ def test_other_arms_learn_too(arm, tmp_path):
     assert losses(tmp_path)[-1] < losses(tmp_path)[0] - 1
 
 
-def test_a_curve_is_drawn_from_the_metrics_alone(tmp_path):
-    pytest.importorskip("matplotlib")
+def test_a_curve_is_drawn_from_the_metrics_alone(tmp_path, monkeypatch):
     rows = [{"event": "step", "step": n, "tokens": 10 * n, "loss": 5 / n} for n in range(1, 1001)]
     rows += [{"event": "validation", "step": n, "bits_per_token": 5 / n} for n in (10, 1000)]
     (tmp_path / METRICS).write_text("".join(json.dumps(row) + "\n" for row in rows))
-    for name in ("a.svg", "b.svg"):
-        plot_run(tmp_path, tmp_path / name)
-    assert (tmp_path / "a.svg").read_bytes() == (tmp_path / "b.svg").read_bytes()
-    assert b"<svg" in (tmp_path / "a.svg").read_bytes()
+    (chart,) = curve(tmp_path).charts
+    training, validation = chart.series
+    assert (training.label, len(training.points)) == ("training, mean of 2 steps", 500)
+    assert (training.points[0].x, training.points[0].y) == (20, pytest.approx((5 + 2.5) / 2 / math.log(2)))
+    assert [(p.x, p.y) for p in validation.points] == [(100, 0.5), (10_000, 0.005)]
+    with monkeypatch.context() as patched:
+        patched.setattr("efla.runs.vega.find_spec", lambda name: None)
+        save_curve(tmp_path)
+    assert not (tmp_path / "curve.svg").exists(), "without the packages there is none"
+    pytest.importorskip("altair")
+    save_curve(tmp_path)
+    assert "<svg" in (tmp_path / "curve.svg").read_text()
     (tmp_path / METRICS).write_text("")
     with pytest.raises(ValueError, match="no finished step to draw"):
-        plot_run(tmp_path, tmp_path / "c.svg")
+        curve(tmp_path)

@@ -51,12 +51,12 @@ def bench(
         verbose: Print a table per piece of work, with quartiles and rates, instead of a line.
         json: Print rows as JSON instead.
         output: Also write the rows to this JSON file.
-        plot: Also plot cost against length to this SVG or PNG file (needs the suite "lengths").
+        plot: Also plot cost against length to this SVG (with a dark twin), PNG or PDF file (needs the suite "lengths").
     """
     import torch
 
     from efla import bench as benchmarks
-    from efla.bench.plot import plot_lengths
+    from efla.bench.section import save_lengths
 
     suites = importlib.import_module(_MODULES.get(what, f"efla.bench.{what}")).SUITES
     for name in suite:
@@ -102,7 +102,7 @@ def bench(
         write_atomically(output, f"{text}\n".encode())
         console.print(f"rows: {output}{before}", markup=False, soft_wrap=True)
     if plot is not None:
-        plot_lengths(measurements, plot, f"{machine}, {threads} threads")
+        save_lengths(measurements, plot, f"{machine}, {threads} threads")
     if output is None and not json:
         console.print("next: --verbose shows quartiles and rates, --output FILE keeps the rows", markup=False)
     return 0

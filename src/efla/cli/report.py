@@ -1,38 +1,45 @@
 """``efla report RUNS…``: one self-contained HTML page from the rows of run folders."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import tyro
 
 from efla.runs.rows import write_atomically
-from efla.runs.text import claims_text
 
 
 def report(
     runs: Annotated[tuple[Path, ...], tyro.conf.Positional],
     output: Path = Path("report.html"),
     markdown: Annotated[Path | None, tyro.conf.arg(help_behavior_hint="(optional)")] = None,
+    figures: Annotated[Path | None, tyro.conf.arg(help_behavior_hint="(optional)")] = None,
+    formats: tuple[Literal["svg", "png", "pdf"], ...] = ("svg",),
 ) -> int:
     """Make the report: a verdict per claim of the paper, figures, tables, settings, and limits of the conclusions.
 
     Args:
-        runs: output folders of `efla reproduce` or `efla eval`.
+        runs: output folders of `efla reproduce` or `efla eval`; files among them are skipped.
         output: the HTML file to write.
         markdown: also write the claims, verdicts and numbers to this Markdown file.
+        figures: also write every figure to this folder.
+        formats: of those figures: svg (a light and a dark one), png, pdf.
     """
+    from efla.report.front import claim_lines
     from efla.report.markdown import markdown as claims_page
     from efla.report.page import build
+    from efla.runs.vega import save_all
 
-    sections = build(runs, output)
-    for section in sections:
-        print(f"{section.title} ({section.source})")
-        for line in claims_text(section.claims):
-            print(f"  {line}")
-        print(f"  {section.budget}")
+    for file in (path for path in runs if path.is_file()):
+        print(f"skipped {file}: a file, not a run folder")
+    sections = build([path for path in runs if not path.is_file()], output)
+    for line in claim_lines(sections):
+        print(f"{line.claim.verdict:<18}{line.claim.sentence}")
     if markdown is not None:
         markdown.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(markdown, claims_page(sections).encode())
         print(f"\nclaims: {markdown.resolve()}")
+    if figures is not None:
+        files = save_all((figure for section in sections for figure in section.figures), figures, formats)
+        print(f"\nfigures: {len(files)} files in {figures.resolve()}")
     print(f"\nreport: {output.resolve()}")
     return 0

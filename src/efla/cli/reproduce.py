@@ -17,6 +17,7 @@ from efla.runs.progress import clock
 from efla.runs.records import Record
 from efla.runs.rows import ROWS, read_rows
 from efla.runs.text import claims_text
+from efla.runs.vega import unavailable
 
 Executor = Literal["process", "inline", "ray"]
 
@@ -143,6 +144,8 @@ def _run(
     """Run one experiment and draw its figures; returns its folder."""
     cls = registry.get(registry.name_of(options))
     folder = output or Path("runs") / f"{cls.folder_name()}-{options.profile}"
+    if no_figures := unavailable():
+        print(f"no figures: {no_figures}", flush=True)
     if threads is None:
         threads = 1 if cls.side_by_side else os.cpu_count() or 1
     run(
@@ -153,7 +156,7 @@ def _run(
         threads=threads,
         console=Console(stderr=True),
     )
-    for file in cls.plot(read_rows(folder), folder):
+    for file in () if no_figures else cls.plot(read_rows(folder), folder):
         if verbose:
             print(f"figure   {file}")
     return folder

@@ -54,6 +54,7 @@ def train(arguments: list[str]) -> int:
     from rich.console import Console
 
     from efla.train.loop import run
+    from efla.train.section import save_curve
 
     name = _recipe_name(arguments)
     if "--list-recipes" in arguments:
@@ -74,9 +75,11 @@ def train(arguments: list[str]) -> int:
     given |= {"estimate-device, --estimate-count or --utilisation": command.machines != Machines()}
     refuse_ignored(given, "without --dry-run")
     outcome = run(command.config, output, console=None if command.quiet else Console())
+    if _is_main():
+        save_curve(output)
     if outcome.finished and _is_main() and not command.quiet:
         prompt = json_format.dumps(command.config.watch.sample_prompt)
-        print(f"files: {output}/ (model/, metrics.jsonl, checkpoints/)")
+        print(f"files: {output}/ (model/, metrics.jsonl, curve.svg, checkpoints/)")
         print(f"next:  efla generate {output / 'model'} --prompt {prompt}")
         print(f"       efla eval {output} --tasks paper")
     return outcome.exit_code

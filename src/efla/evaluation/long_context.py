@@ -166,7 +166,8 @@ def load_text(given: str | None, data: Path | None) -> tuple[str, str]:
 
 def show_length(rows: Sequence[Record], output: Path, console: Console) -> None:
     """Print a table of each measurement, with a column per model, and write the figures."""
-    from efla.evaluation.plot import plot_length
+    from efla.evaluation.section import length_figures
+    from efla.runs.vega import save_all, unavailable
 
     models = list(dict.fromkeys(str(row["model"]) for row in rows))
     for kind, (title, headings, line_of, value_of) in _TABLES.items():
@@ -176,7 +177,10 @@ def show_length(rows: Sequence[Record], output: Path, console: Console) -> None:
             for line in dict.fromkeys(line for line, _ in values):
                 table.add_row(*line, *(values.get((line, model), MISSING) for model in models))
             console.print(table)
-    for file in plot_length(rows, output):
+    if missing := unavailable():
+        console.print(f"no figures: {missing}", markup=False, soft_wrap=True)
+        return
+    for file in save_all(length_figures(rows), output / "figures"):
         console.print(f"figure: {file}", soft_wrap=True)
 
 

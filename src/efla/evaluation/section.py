@@ -2,16 +2,28 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
 
-from efla.evaluation.plot import line_keys, style
 from efla.evaluation.table import COLUMNS, EXTRA_COLUMNS, ResultTable, TableCell, result_table
-from efla.runs.chart import Chart, Point, Series
+from efla.runs.chart import Chart, Figure, Point, Series
 from efla.runs.records import Record, number
-from efla.runs.sections import Figure, Section, Table, budget, settings_table
+from efla.runs.sections import Section, Table, budget, settings_table
 
 _LATE = 256
 """A second chart shows the positions after this one, where the loss changes slowly."""
+_OWN = (
+    "delta",
+    "rk2",
+    "rk4",
+    "implicit_euler",
+    "crank_nicolson",
+    "efla",
+    "gated_delta",
+    "gated_efla",
+    "gated_efla_log",
+    "mamba2",
+)
+# Styles for other models, and for a second model with the same mixer.
+_OTHERS = ("implicit_euler", "rk4", "rk2", "crank_nicolson", "delta-l2", "gated-delta", "gated-exact-flow")
 
 
 def sections(rows: Sequence[Record], source: str) -> list[Section]:
@@ -24,6 +36,7 @@ def sections(rows: Sequence[Record], source: str) -> list[Section]:
             key="evaluation",
             title="Language models: the paper's table",
             source=source,
+            question="How do these models do on the paper's table?",
             intro=(
                 "lm-evaluation-harness, zero-shot: perplexities (lower is better) and accuracies in percent with one standard "
                 "error over items, chance, and the paper's own numbers. The best of the evaluated models is bold."
@@ -40,15 +53,7 @@ def sections(rows: Sequence[Record], source: str) -> list[Section]:
 def length_sections(rows: Sequence[Record], source: str) -> list[Section]:
     """Loss by position and associative recall."""
     cells = [row for row in rows if row["row"] == "cell"]
-    keys = line_keys(rows)
-    figures = []
-    positions = [row for row in rows if row["row"] == "position"]
-    if positions:
-        figures.append(_positions_figure(positions, keys))
     probes = [row for row in rows if row["row"] == "recall"]
-    for varied, fixed in (("num_pairs", "length"), ("length", "num_pairs")):
-        if probes:
-            figures.append(_recall_figure(probes, keys, varied, fixed))
     steps = max((int(row.get("steps", 0)) for row in probes), default=0)
     limits = [
         "Anything about a trained length: positions past a model's own (in the table) are extrapolation.",
@@ -61,11 +66,12 @@ def length_sections(rows: Sequence[Record], source: str) -> list[Section]:
             key="length",
             title="Language models: long contexts",
             source=source,
+            question="What do these models make of long contexts?",
             intro=(
                 "Bits per byte against the position in a text, the state carried from its first token, and recall of key-value "
                 "pairs (MQAR)" + (f", after {steps} steps of training on recall." if steps else ".")
             ),
-            figures=figures,
+            figures=length_figures(rows),
             tables=[_models(cells)],
             settings=settings_table(cells),
             data=[f"Text: {cells[0]['config']['text']}."],
@@ -93,7 +99,7 @@ def _models(cells: Sequence[Record]) -> Table:
         for model, row in known.items()
     ]  # fmt: skip
     headings = ["model", "mixers", "parameters", "vocabulary", "tokens", "length", "digest of the weights"]
-    return Table("Models", headings, lines, wide=True)
+    return Table("Models", headings, lines)
 
 
 def _path(cells: Sequence[Record]) -> Table:
@@ -103,7 +109,7 @@ def _path(cells: Sequence[Record]) -> Table:
          f"{float(row['wall_seconds']):.1f} s"]
         for row in cells
     ]  # fmt: skip
-    return Table("Items and time", ["model", "task", "items", "scored", "time"], lines, wide=True)
+    return Table("Items and time", ["model", "task", "items", "scored", "time"], lines)
 
 
 def _data(cells: Sequence[Record]) -> list[str]:
@@ -132,69 +138,85 @@ def _not_concluded(cells: Sequence[Record], models: Sequence[str], table: Result
     return found
 
 
+def line_keys(rows: Sequence[Record]) -> dict[str, str]:
+    """The style of each model: that of its mixer if it is free."""
+    mixers = {str(row["model"]): str(row.get("mixers", "")).split(" ")[0] for row in rows if row.get("row") == "cell"}
+    found: dict[str, str] = {}
+    for model, mixer in mixers.items():
+        own = "attention" if mixer == "softmax" else mixer
+        if own in (*_OWN, "attention") and own not in found.values():
+            found[model] = own
+    free = [key for key in _OTHERS if key not in found.values()]
+    for index, model in enumerate(model for model in mixers if model not in found):
+        found[model] = free[index % len(free)]
+    return {model: found[model] for model in mixers}
+
+
+def length_figures(rows: Sequence[Record]) -> list[Figure]:
+    """Loss against position, and recall against pairs (a chart per length) and against length (per pairs)."""
+    keys = line_keys(rows)
+    positions, probes = ([row for row in rows if row["row"] == kind] for kind in ("position", "recall"))
+    figures = [_positions_figure(positions, keys)] if positions else []
+    for varied, fixed in (("num_pairs", "length"), ("length", "num_pairs")):
+        figures += [_recall_figure(probes, keys, varied, fixed)] if probes else []
+    return figures
+
+
 def _positions_figure(rows: Sequence[Record], keys: dict[str, str]) -> Figure:
     series = []
     for model, key in keys.items():
-        own = [row for row in rows if row["model"] == model]
         points = []
-        for row in own:
+        for row in (row for row in rows if row["model"] == model):
             value, bits = number(row["bits_per_byte"]), number(row["bits_per_token"])
             error = number(row["standard_error"]) * (value / bits if bits else 1.0)
-            error = error if math.isfinite(error) else 0.0
-            points.append(
-                Point(
-                    float(row["end"]), value, value - error, value + error, f"{value:.3f} ± {error:.3f} bits per byte"
-                )
-            )
-        if points:
-            series.append(_series(model, key, points))
+            points.append(_point(float(row["end"]), value, error, f"{value:.3f} ± {error:.3f}"))
+        series.append(Series(key, model, points))
     charts = [_positions_chart("All positions", series)]
-    late = [replace(s, points=[point for point in s.points if point.x > _LATE]) for s in series]
-    if any(len(s.points) > 1 for s in late):
+    late = [Series(one.key, one.label, [p for p in one.points if float(p.x) > _LATE]) for one in series]
+    if any(len(one.points) > 1 for one in late):
         charts.append(_positions_chart(f"From position {_LATE + 1} on", late))
     note = "Mean over stretches of the text; the band is one standard error."
-    return Figure("Loss by position, state carried", note, charts, [_series(s.label, s.key, []) for s in series])
+    return Figure("bits_by_position", "Loss by position, state carried", note, charts)
 
 
 def _positions_chart(title: str, series: Sequence[Series]) -> Chart:
-    ends = [end for s in series for point in s.points for end in (point.low, point.high) if math.isfinite(end)]
-    ticks = sorted({point.x for s in series for point in s.points})
+    ends = [end for one in series for p in one.points for end in (p.low, p.high) if math.isfinite(end)]
     low, high = min(ends, default=0.0), max(ends, default=1.0)
     margin = 0.05 * (high - low)
-    y_range = (low - margin, high + margin)
-    return Chart(title, "position", "bits per byte", series, y_range, log_x=True, x_ticks=ticks[:: 1 + len(ticks) // 8])
+    ticks = _thinned({float(p.x) for one in series for p in one.points})
+    return Chart(title, "position", "bits per byte", series, (low - margin, high + margin), log_x=True, x_ticks=ticks)
 
 
 def _recall_figure(rows: Sequence[Record], keys: dict[str, str], varied: str, fixed: str) -> Figure:
-    names = {"num_pairs": "pairs", "length": "length"}
-    charts, legend = [], {}
+    name = {"num_pairs": "pairs", "length": "length"}[varied]
+    charts = []
     for value in sorted({int(row[fixed]) for row in rows}):
-        here = [row for row in rows if int(row[fixed]) == value]
+        here = sorted((row for row in rows if int(row[fixed]) == value), key=lambda row: int(row[varied]))
         series = []
         for model, key in keys.items():
-            own = sorted((row for row in here if row["model"] == model), key=lambda row: int(row[varied]))
             points = []
-            for row in own:
+            for row in (row for row in here if row["model"] == model):
                 share, error = 100 * number(row["among_values"]), 100 * number(row["among_values_error"])
-                error = error if math.isfinite(error) else 0.0
-                text = f"{share:.1f} ± {error:.1f} % (chance {100 * number(row['chance']):.1f})"
-                points.append(Point(float(row[varied]), share, share - error, share + error, text))
-            if points:
-                series.append(_series(model, key, points))
-                legend[model] = _series(model, key, [])
-        ticks = sorted({float(row[varied]) for row in here})
+                points.append(_point(float(row[varied]), share, error, f"{share:.1f} ± {error:.1f} %", 100))
+            series.append(Series(key, model, points))
+        chance = {float(row[varied]): 100 * number(row["chance"]) for row in here}
+        series.append(Series("chance", "chance", [Point(x, y, text=f"{y:.1f} %") for x, y in chance.items()]))
         title = f"{value:,} tokens" if fixed == "length" else f"{value} pairs"
-        charts.append(
-            Chart(title, names[varied], "recall among the values, %", series, (0, 102), log_x=True, x_ticks=ticks)
-        )
-    return Figure(
-        f"Associative recall against {names[varied]}",
-        "Right answers among the values of the sequence; chance is one over the pairs. The band is one standard error.",
-        charts,
-        list(legend.values()),
+        label = "recall among the values, %"
+        charts.append(Chart(title, name, label, series, (0, 102), log_x=True, x_ticks=_thinned(set(chance))))
+    note = (
+        "Right answers among the values of the sequence; chance is one over the pairs. The band is one standard error."
     )
+    return Figure(f"recall_by_{name}", f"Associative recall against {name}", note, charts)
 
 
-def _series(model: str, key: str, points: Sequence[Point]) -> Series:
-    _, dash, width = style(key)
-    return Series(key, model, points, dash, width)
+def _point(x: float, value: float, error: float, text: str, top: float = math.inf) -> Point:
+    """A value with its standard error; an unknown error has no band."""
+    error = error if math.isfinite(error) else 0.0
+    return Point(x, value, value - error, min(top, value + error), text)
+
+
+def _thinned(values: set[float]) -> list[float]:
+    """Ticks at the values, not more than nine."""
+    ticks = sorted(values)
+    return ticks[:: 1 + len(ticks) // 9]

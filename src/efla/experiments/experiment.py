@@ -211,9 +211,11 @@ class Experiment(ABC, Generic[C]):
 
     @classmethod
     def plot(cls, rows: Sequence[Record], folder: Path) -> list[Path]:
-        """Draw the figures from rows; returns the files written."""
-        module = cls.sibling_module("plot")
-        return [] if module is None else list(module.plot(rows, folder))
+        """Draw the figures of the experiment's own sections from rows; returns the files written."""
+        from efla.runs.vega import save_all
+
+        own = [section for section in cls.sections(rows, str(folder)) if section.key == cls.name]
+        return save_all((figure for section in own for figure in section.figures), folder)
 
     @classmethod
     def text_summary(cls, rows: Sequence[Record], verbose: bool = False) -> str:

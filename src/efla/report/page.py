@@ -1,8 +1,7 @@
 """The report: one self-contained HTML page from rows, without network references."""
 
-import colorsys
 import datetime
-from collections import Counter
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -12,17 +11,37 @@ from efla.errors import unknown_name
 from efla.evaluation import section as evaluation
 from efla.experiments import registry
 from efla.report import front
-from efla.runs.bars import draw
-from efla.runs.chart import swatch
+from efla.runs import vega
+from efla.runs.chart import Chart, Series, values_table
 from efla.runs.folder import CONFIG, read_config
 from efla.runs.rows import ROWS, parse, write_atomically
 from efla.runs.sections import Section
-from efla.runs.statistics import grouped
-from efla.runs.style import ARMS, RULES
+from efla.runs.statistics import Claim, grouped
 
 _EVALUATION = {"evaluation": evaluation.sections, "evaluation-length": evaluation.length_sections}
 """The folders of ``efla eval``; the registry knows those of ``efla reproduce``."""
 _HERE = Path(__file__).parent
+
+
+class _Charts:
+    """The specifications of the page's charts, in the order in which the template asks for their numbers."""
+
+    def __init__(self) -> None:
+        self._specs: list[dict[str, Any]] = []
+
+    def chart(self, chart: Chart, legend: Sequence[Series]) -> int:
+        return self._add(vega.page_spec(chart, legend))
+
+    def forest(self, claims: Sequence[Claim], unit: str) -> int:
+        return self._add(vega.forest(claims, f"difference in {unit}: left reversed, right as claimed"))
+
+    def json(self) -> str:
+        """All of them for a script element, which ends at the first ``</``."""
+        return json.dumps(self._specs, ensure_ascii=False, separators=(",", ":")).replace("<", "\\u003c")
+
+    def _add(self, spec: dict[str, Any]) -> int:
+        self._specs.append(spec)
+        return len(self._specs) - 1
 
 
 def build(runs: Sequence[Path], output: Path) -> list[Section]:
@@ -31,20 +50,25 @@ def build(runs: Sequence[Path], output: Path) -> list[Section]:
         import jinja2
     except ImportError:
         raise RuntimeError("the report needs jinja2: pip install 'efla[experiments]'") from None
-    sections = [section for folder in _distinct(runs) for section in sections_of(folder)]
+    if not runs:
+        raise ValueError("give at least one run folder: efla report runs/smnist-quick")
+    folders = {folder.resolve(): folder for folder in runs}.values()
+    sections = [section for folder in folders for section in sections_of(folder)]
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(_HERE), autoescape=True, trim_blocks=True, lstrip_blocks=True,
         undefined=jinja2.StrictUndefined,
     )  # fmt: skip
-    environment.globals |= {"render": draw, "swatch": swatch, "grouped": grouped}
+    lines = front.claim_lines(sections)
     page = environment.get_template("template.html").render(
         sections=list(enumerate(sections, start=1)),
-        front=front.front(sections),
-        picture=front.picture(sections),
-        not_run=front.not_run(sections),
-        unreachable=front.unreachable(),
-        verdicts=Counter(claim.verdict for section in sections for claim in section.claims),
-        style=(_HERE / "style.css").read_text() + _colours(),
+        lines=lines,
+        front=front,
+        grouped=grouped,
+        charts=_Charts(),
+        values_table=values_table,
+        dash_of=lambda key: " ".join(map(str, vega.DASHES[vega.STYLES[key].dash])),
+        style=(_HERE / "style.css").read_text() + vega.style_sheet(),
+        library=vega.library(),
         script=(_HERE / "script.js").read_text(),
         version=efla.__version__,
         date=datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d"),
@@ -60,36 +84,16 @@ def build(runs: Sequence[Path], output: Path) -> list[Section]:
 
 
 def sections_of(folder: Path) -> list[Section]:
-    """The sections of one run folder, from its rows."""
+    """The sections of one run folder, from its rows. They call the folder by its name if its path is absolute."""
     if not (folder / ROWS).is_file() or not (folder / CONFIG).is_file():
         raise FileNotFoundError(f"{folder} is not the output folder of `efla reproduce`: it lacks {ROWS} or {CONFIG}")
     rows = parse((folder / ROWS).read_bytes()).rows
     if not rows:
         raise ValueError(f"{folder} holds no finished cell yet; let `efla reproduce` finish at least one")
     experiment = read_config(folder)["experiment"]
+    source = folder.name if folder.is_absolute() else str(folder)
     if experiment in _EVALUATION:
-        return _EVALUATION[experiment](rows, str(folder))
+        return _EVALUATION[experiment](rows, source)
     if experiment not in registry.names():
         raise unknown_name("experiment", experiment, [*registry.names(), *_EVALUATION])
-    return registry.get(experiment).sections(rows, str(folder))
-
-
-def _distinct(runs: Sequence[Path]) -> list[Path]:
-    if not runs:
-        raise ValueError("give at least one run folder: efla report runs/smnist-quick")
-    return list({folder.resolve(): folder for folder in runs}.values())
-
-
-def _colours() -> str:
-    """The colour of each curve as a CSS variable, lighter on a dark page."""
-    lines: dict[str, Any] = {**RULES, **ARMS}
-    light = "".join(f"--c-{key}:{line.color};" for key, line in lines.items())
-    dark = "".join(f"--c-{key}:{_lighter(line.color)};" for key, line in lines.items())
-    return f"\n:root{{{light}}}\n@media screen and (prefers-color-scheme: dark){{:root{{{dark}}}}}\n"
-
-
-def _lighter(color: str) -> str:
-    red, green, blue = (int(color[i : i + 2], 16) / 255 for i in (1, 3, 5))
-    hue, lightness, saturation = colorsys.rgb_to_hls(red, green, blue)
-    parts = colorsys.hls_to_rgb(hue, max(lightness, 0.66), saturation)
-    return "#" + "".join(f"{round(255 * part):02x}" for part in parts)
+    return registry.get(experiment).sections(rows, source)

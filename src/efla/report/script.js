@@ -1,60 +1,60 @@
 "use strict";
-// Values on hover and by arrow keys. Each chart carries its values: [[pixel, text, [[colour, label, value], ...]], ...].
+// Draws the charts, shows their values, hides series, and copies tables.
 (() => {
+  const specs = JSON.parse(document.getElementById("specs").textContent);
   const tip = document.getElementById("tip");
-  const width = 440;
 
-  const hide = (chart) => {
-    tip.style.visibility = "hidden";
-    chart.querySelector(".cursor").style.visibility = "hidden";
-  };
-
-  const show = (chart, values, index) => {
-    const [pixel, title, lines] = values[index];
-    const cursor = chart.querySelector(".cursor");
-    cursor.setAttribute("x1", pixel);
-    cursor.setAttribute("x2", pixel);
-    cursor.style.visibility = "visible";
-    tip.replaceChildren();
-    const head = document.createElement("b");
-    head.textContent = title;
-    tip.append(head);
-    for (const [key, label, value] of lines) {
-      const row = document.createElement("div");
-      const dot = document.createElement("i");
-      dot.style.background = `var(--c-${key})`;
-      row.append(dot, `${label}: ${value}`);
-      tip.append(row);
-    }
-    const box = chart.getBoundingClientRect();
-    const x = box.left + (pixel / width) * box.width;
-    const left = x + 14 + tip.offsetWidth > window.innerWidth ? x - 14 - tip.offsetWidth : x + 14;
+  const show = (handler, event, item, value) => {
+    tip.hidden = value === null || value === undefined || value === "";
+    if (tip.hidden) return;
+    const shown = item.isVoronoi ? item.datum.tooltip : value; // a cell around a mark has the mark's values
+    tip.replaceChildren(...Object.entries(shown).map(([name, text]) => {
+      const line = document.createElement("div"), label = document.createElement("b");
+      label.textContent = name;
+      line.append(label, " ", text);
+      return line;
+    }));
+    const left = event.clientX + 14 + tip.offsetWidth > window.innerWidth ? event.clientX - 14 - tip.offsetWidth : event.clientX + 14;
     tip.style.left = `${Math.max(4, Math.min(left, window.innerWidth - tip.offsetWidth - 4))}px`;
-    tip.style.top = `${Math.max(4, Math.min(box.top + 10, window.innerHeight - tip.offsetHeight - 4))}px`;
-    tip.style.visibility = "visible";
+    tip.style.top = `${Math.max(4, Math.min(event.clientY + 14, window.innerHeight - tip.offsetHeight - 4))}px`;
   };
 
-  for (const chart of document.querySelectorAll("svg.chart")) {
-    const values = JSON.parse(chart.dataset.values);
-    let index = 0;
-    chart.addEventListener("pointermove", (event) => {
-      const box = chart.getBoundingClientRect();
-      const at = ((event.clientX - box.left) / box.width) * width;
-      index = values.reduce((best, value, i) => (Math.abs(value[0] - at) < Math.abs(values[best][0] - at) ? i : best), 0);
-      show(chart, values, index);
-    });
-    chart.addEventListener("pointerleave", () => hide(chart));
-    chart.addEventListener("blur", () => hide(chart));
-    chart.addEventListener("keydown", (event) => {
-      const step = { ArrowLeft: -1, ArrowRight: 1 }[event.key];
-      if (step === undefined) {
-        if (event.key === "Escape") hide(chart);
-        return;
-      }
-      event.preventDefault();
-      const visible = chart.querySelector(".cursor").style.visibility === "visible";
-      index = visible ? Math.max(0, Math.min(values.length - 1, index + step)) : index;
-      show(chart, values, index);
-    });
-  }
+  const hidden = (figure) => [...figure.querySelectorAll(".legend [aria-pressed=false]")].map((button) => button.dataset.series);
+
+  const apply = (box) => {
+    const figure = box.closest("figure");
+    if (figure && box.view) box.view.signal("hidden", hidden(figure)).runAsync();
+  };
+
+  const draw = (root) => {
+    for (const box of root.querySelectorAll(".chart:not(.drawn)")) {
+      if (box.closest("details:not([open])")) continue;
+      box.classList.add("drawn");
+      vegaEmbed(box, specs[box.dataset.spec], { actions: false, renderer: "svg", ast: true, tooltip: show }).then(({ view }) => {
+        box.view = view;
+        box.addEventListener("pointerleave", () => { tip.hidden = true; });
+        view.addEventListener("click", (event, item) => show(null, event, item, item && item.tooltip));
+        apply(box);
+      });
+    }
+  };
+
+  draw(document);
+  document.addEventListener("toggle", (event) => draw(event.target), true);
+
+  document.addEventListener("click", (event) => {
+    if (!event.target.closest(".chart")) tip.hidden = true;
+    const series = event.target.closest(".legend button");
+    if (series) {
+      series.setAttribute("aria-pressed", series.getAttribute("aria-pressed") === "false");
+      series.closest("figure").querySelectorAll(".chart").forEach(apply);
+    }
+    const copy = event.target.closest(".copy");
+    if (copy) {
+      const cells = (row) => [...row.cells].map((cell) => `"${cell.textContent.replaceAll('"', '""')}"`).join(",");
+      const text = [...copy.parentElement.querySelectorAll("tr")].map(cells).join("\n");
+      navigator.clipboard.writeText(text).then(() => { copy.textContent = "Copied"; }, () => { copy.textContent = "Not allowed"; });
+    }
+  });
+  document.addEventListener("keydown", (event) => { if (event.key === "Escape") tip.hidden = true; });
 })();

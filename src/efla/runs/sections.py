@@ -2,42 +2,33 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
-from efla.runs.bars import Bars
-from efla.runs.chart import Chart, Point, Series
+from efla.runs.chart import Figure
 from efla.runs.records import Record
-from efla.runs.statistics import Claim, Spread
-from efla.runs.style import ARMS
+from efla.runs.statistics import Claim
 
 
 @dataclass(frozen=True)
 class Table:
-    """A table; a ``wide`` one is folded at first."""
+    """A table; the first column is its row's name."""
 
     title: str
     columns: Sequence[str]
     rows: Sequence[Sequence[str]]
-    wide: bool = False
-
-
-@dataclass(frozen=True)
-class Figure:
-    """A row of charts that share a legend."""
-
-    title: str
-    note: str
-    charts: Sequence[Chart | Bars]
-    legend: Sequence[Series]
 
 
 @dataclass(frozen=True)
 class Section:
-    """One experiment's part of the report."""
+    """One experiment's part of the report. The first figure and the first table are shown, the others are folded."""
 
     key: str
     title: str
     source: str
+    question: str
+    """What the experiment asks, in a sentence."""
     intro: str
+    """How it asks it."""
     claims: Sequence[Claim] = ()
     figures: Sequence[Figure] = ()
     tables: Sequence[Table] = ()
@@ -45,25 +36,6 @@ class Section:
     data: Sequence[str] = ()
     budget: str = ""
     not_concluded: Sequence[str] = field(default=())
-
-
-def points(
-    x: Sequence[float], curve: Sequence[Spread], unit: float = 1.0, digits: int = 1, suffix: str = ""
-) -> list[Point]:
-    """Points of a curve over seeds with a band of ± one standard deviation."""
-    found = []
-    for at, value in zip(x, curve, strict=True):
-        mean, std = unit * value.mean, unit * value.std if value.n > 1 else 0.0
-        found.append(Point(float(at), mean, mean - std, mean + std, value.text(unit, digits) + suffix))
-    return found
-
-
-def arm_series(
-    arm: str, x: Sequence[float] = (), curve: Sequence[Spread] = (), unit: float = 1.0, digits: int = 1
-) -> Series:
-    """The curve of an arm over seeds; without points, its entry in a legend."""
-    line = ARMS[arm]
-    return Series(arm, line.label, points(x, curve, unit, digits), line.dash, line.width)
 
 
 def settings_table(cells: Sequence[Record]) -> list[tuple[str, str]]:
@@ -98,4 +70,6 @@ def _show(value: object) -> str:
         return ", ".join(f"{key} {item}" for key, item in value.items())
     if isinstance(value, list):
         return ", ".join(str(item) for item in value)
+    if isinstance(value, str) and value.startswith("/"):
+        return Path(value).name  # where a folder lies on one machine says nothing on another
     return "–" if value is None else str(value)  # noqa: RUF001

@@ -328,9 +328,9 @@ def test_perplexities_are_compared_in_percent_beside_the_papers() -> None:
 
 
 def test_the_figure_is_drawn_from_rows_alone(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
+    pytest.importorskip("altair")
     rows = made_up({"exact-flow": [2.0, 2.1], "delta-l2": [2.0, 2.1], "attention": [2.2]})
     rows[0]["positions"] = {"ends": [64, 128], "bits": [2.5, 2.0], "standard_errors": [0.1, 0.1], "rows": 2}
     files = LanguageModels.plot(rows, tmp_path)
-    assert [file.name for file in files] == ["lm.png", "lm.svg"]
+    assert [file.name for file in files] == ["lm.svg", "lm-dark.svg", "lm.png"]
     assert all(file.stat().st_size > 1000 for file in files)

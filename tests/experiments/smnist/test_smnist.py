@@ -337,7 +337,7 @@ def test_the_same_cell_gives_the_same_rows_again(tiny_run: tuple[Path, list[Reco
 
 
 def test_figures_and_summaries_come_from_rows_alone(tiny_run: tuple[Path, list[Record]], tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
+    pytest.importorskip("altair")
     from efla.experiments.smnist.run import LearningRateRobustness
 
     _, rows = tiny_run

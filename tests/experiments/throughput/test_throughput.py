@@ -53,8 +53,9 @@ def test_a_cell_times_every_arm_as_often_and_keeps_every_sample(tmp_path: Path) 
         assert all(seconds > 0 for timing in row["timing"].values() for seconds in timing["seconds"])
         assert row["arms"]["exact-flow"]["parameters"] == 471_296
     assert "EFLA over DeltaNet" in Throughput.text_summary(rows)
-    pytest.importorskip("matplotlib")
-    assert [file.name for file in Throughput.plot(rows, tmp_path)] == ["throughput.png", "throughput.svg"]
+    pytest.importorskip("altair")
+    names = ["throughput.svg", "throughput-dark.svg", "throughput.png"]
+    assert [file.name for file in Throughput.plot(rows, tmp_path)] == names
 
 
 def test_what_is_timed_is_a_training_step_that_changes_the_weights() -> None:

@@ -6,12 +6,13 @@ from collections.abc import Sequence
 from efla.evaluation.table import COLUMNS, PRINTED_AVERAGES, mean_accuracy, paper_rows
 from efla.experiments.lm.claims import COMPARABILITY, METRICS, Runs, claims
 from efla.experiments.lm.config import CHOICES, CONTROLS, PAIR
-from efla.runs.chart import Chart, Series, tidy
+from efla.runs.chart import Chart, Figure, Guide, Point, Series, over_seeds, tidy
+from efla.runs.names import name_of
 from efla.runs.records import Record, number
-from efla.runs.sections import Figure, Section, Table, budget, points, settings_table
-from efla.runs.statistics import Curve
-from efla.runs.style import ARMS
+from efla.runs.sections import Section, Table, budget, settings_table
 
+_TALL = 50.0
+"""Step sizes above this are drawn on a logarithmic axis."""
 _NOTE = "Mean over seeds; the band is ± one standard deviation (no band: one seed)."
 
 
@@ -36,12 +37,15 @@ def sections(rows: Sequence[Record], source: str) -> list[Section]:
             key="lm",
             title=f"Language models over bytes ({runs[0]['profile']} profile)",
             source=source,
+            question="Does a small language model predict text better with the exact step?",
             intro=(
                 f"Models of {parameters} parameters, matched within 2 %, are trained on the same bytes in the same order: "
                 f"{runs[0]['bytes_seen'] / 1e6:.2g} million of them. {COMPARABILITY}"
             ),
             claims=claims(rows),
-            figures=[Figure("Training, length and keys", _NOTE, _charts(runs, arms), [_series(arm) for arm in arms])],
+            figures=[
+                Figure("lm", "Every run, validation during training, length and keys", _NOTE, _charts(runs, arms)),
+            ],
             tables=tables,
             settings=settings_table(runs),
             data=[line + runs.missing_files() for line in data],
@@ -52,49 +56,58 @@ def sections(rows: Sequence[Record], source: str) -> list[Section]:
 
 
 def _charts(runs: Runs, arms: Sequence[str]) -> list[Chart]:
-    training, validation, steps = (
-        [_series(arm, runs.over_bytes(arm, key)) for arm in arms] for key in ("losses", "validations", "largest_step_sizes")
-    )  # fmt: skip
-    positions = [_series(arm, runs.over_positions(arm)) for arm in arms]
     seen, bits = "million bytes seen", "bits per byte"
+    validation, steps = (
+        [over_seeds(arm, runs.over_bytes(arm, key), digits=3) for arm in arms] for key in ("validations", "largest_step_sizes")
+    )  # fmt: skip
+    positions = [over_seeds(arm, runs.over_positions(arm), digits=3) for arm in arms]
+    tested = _test_bits(runs, arms)
     charts = [
-        Chart("Training text", seen, bits, training, _y_range(training)),
+        Chart("Test text, every run", "model", bits, tested, _y_range(tested), kind="dots"),
         Chart("Validation text", seen, bits, validation, _y_range(validation)),
     ]
-    if drawn := [series for series in positions if series.points]:
-        title = f"Test text by position (trained on {runs[0]['config']['length']}), state carried"
-        charts.append(Chart(title, "position", bits, drawn, _y_range(drawn)))
-    if drawn := [series for series in steps if series.points]:
-        charts.append(Chart("Raw keys on a validation batch", seen, "largest βλ", drawn, _y_range(drawn, 0.0)))
-    return charts
+    length = runs[0]["config"]["length"]
+    where = [Guide("x", length, f"dashed: training length, {length}")]
+    charts.append(
+        Chart("Test text by position, state carried", "position", bits, positions, _y_range(positions), guides=where)
+    )
+    largest = max((p.high for one in steps for p in one.points if math.isfinite(p.high)), default=0.0)
+    tall, limit = largest > _TALL, [Guide("y", 2, "dashed: explicit Euler is stable below 2")]
+    ends = (0.1, 2 * largest) if tall else (0.0, 1.05 * max(largest, 2.0))
+    charts.append(Chart("Raw keys on a validation batch", seen, "largest βλ", steps, ends, log_y=tall, guides=limit))
+    return [chart for chart in charts if chart.shown]
 
 
-def _series(arm: str, curve: Curve = ([], [])) -> Series:
-    line = ARMS[arm]
-    return Series(arm, line.label, points(*curve, 1.0, 3), line.dash, line.width)
+def _test_bits(runs: Runs, arms: Sequence[str]) -> list[Series]:
+    """A dot for every run, and their mean."""
+    found = []
+    for arm in arms:
+        bits = runs.metric(arm, "bits")
+        values = [value for value in bits.values if math.isfinite(value)]
+        found.append(Series(arm, name_of(arm), [Point(name_of(arm), bits.mean, text=bits.text(1, 4), seeds=values)]))
+    return found
 
 
-def _y_range(series: Sequence[Series], low: float | None = None) -> tuple[float, float]:
+def _y_range(series: Sequence[Series]) -> tuple[float, float]:
     """From the smallest to the largest value, with a margin."""
-    values = [p.y for s in series for p in s.points if math.isfinite(p.y)] or [0.0, 1.0]
-    bottom = min(values) if low is None else low
-    room = 0.05 * ((max(values) - bottom) or 1.0)
-    return (bottom - room if low is None else bottom, max(values) + room)
+    values = [v for s in series for p in s.points for v in (p.y, *p.seeds) if math.isfinite(v)] or [0.0, 1.0]
+    room = 0.05 * ((max(values) - min(values)) or 1.0)
+    return (min(values) - room, max(values) + room)
 
 
 def _main_table(runs: Runs, arms: Sequence[str]) -> Table:
-    """One line per arm: mean and deviation over seeds, and the difference of bits to delta-l2."""
+    """One line per arm: mean and deviation over seeds, and the difference of bits to DeltaNet."""
     names, lines = runs.measured(), []
     for arm in arms:
         gap = runs.metric(arm, "bits", shared_with=PAIR[0]).mean - runs.metric(PAIR[0], "bits", shared_with=arm).mean
         difference = "" if arm == PAIR[0] or math.isnan(gap) else f"{gap:+.4f}"
-        label = f"{arm} (control)" if arm in CONTROLS else arm
+        label = name_of(arm) + (", control" if arm in CONTROLS else "")
         mine = runs.at(arm)
         values = [runs.text(arm, name) for name in names]
         lines.append([label, str(len(mine)), f"{mine[0]['parameters']:,}", *values, difference])
     titles = [METRICS[name].title for name in names]
-    title = f"Every arm at peak rate {runs.rate:g}, mean ± deviation over seeds"
-    return Table(title, ["arm", "seeds", "parameters", *titles, "bits − delta-l2, same seeds"], lines)  # noqa: RUF001
+    title = f"Every model at peak rate {runs.rate:g}, mean ± deviation over seeds"
+    return Table(title, ["model", "seeds", "parameters", *titles, "bits − DeltaNet, same seeds"], lines)  # noqa: RUF001
 
 
 def _choices(runs: Runs, arms: Sequence[str]) -> Table:
@@ -105,13 +118,13 @@ def _choices(runs: Runs, arms: Sequence[str]) -> Table:
         values = [_or_dash(None if f is None else 100 * f[0], ".1f") for f in found]
         lines.append([column.title, column.metric, str(items), f"{column.chance:.1f}", *values])
     title = "Multiple choice in %, one seed: expected at chance, a test of the scorer, not averaged"
-    return Table(title, ["set", "metric", "items", "chance", *arms], lines)
+    return Table(title, ["set", "metric", "items", "chance", *map(name_of, arms)], lines)
 
 
 def _rates(runs: Runs) -> Table:
     arms = [arm for arm in runs.arms if sum(bool(runs.at(arm, rate)) for rate in runs.rates) > 1]
-    lines = [[arm, *(runs.text(arm, "bits", rate) for rate in runs.rates)] for arm in arms]
-    return Table("Test bits per byte by peak rate", ["arm", *(f"{rate:g}" for rate in runs.rates)], lines)
+    lines = [[name_of(arm), *(runs.text(arm, "bits", rate) for rate in runs.rates)] for arm in arms]
+    return Table("Test bits per byte by peak rate", ["model", *(f"{rate:g}" for rate in runs.rates)], lines)
 
 
 def _paper_table(runs: Runs) -> Table:
@@ -137,25 +150,27 @@ def _keys(runs: Runs) -> Table:
     for row in runs:
         for layer in row.get("keys", {}).get("layers", ()):
             quantiles = [tidy(number(value)) for key in ("lam", "step_size") for value in layer[key]]
-            lines.append([row["arm"], f"{row['rate']:g}", str(row["seed"]), str(layer["layer"] + 1), *quantiles])
-    columns = ["arm", "rate", "seed", "layer", "λ 50 %", "99 %", "largest", "βλ 50 %", "99 %", "largest"]
-    return Table("Energy of raw keys by layer, on one validation batch", columns, lines, wide=True)
+            lines.append(
+                [name_of(row["arm"]), f"{row['rate']:g}", str(row["seed"]), str(layer["layer"] + 1), *quantiles]
+            )
+    columns = ["model", "rate", "seed", "layer", "λ 50 %", "99 %", "largest", "βλ 50 %", "99 %", "largest"]
+    return Table("Energy of raw keys by layer, on one validation batch", columns, lines)
 
 
 def _every_run(runs: Runs) -> Table:
-    columns = ["arm", "rate", "seed", "test bits", "validation bits", "WikiText ppl", "LAMBADA ppl", "LAMBADA acc, %",
+    columns = ["model", "rate", "seed", "test bits", "validation bits", "WikiText ppl", "LAMBADA ppl", "LAMBADA acc, %",
                "non-finite steps", "steps/s", "bytes/s", "memory growth, MB", "backend", "wall, s"]  # fmt: skip
     lines = []
     for row in runs:
         wiki, lambada, timing = row.get("wikitext", {}), row.get("lambada", {}), row["timing"]
         lines.append(
-            [row["arm"], f"{row['rate']:g}", str(row["seed"]), _or_dash(row["test"]["bits"], ".4f"),
+            [name_of(row["arm"]), f"{row['rate']:g}", str(row["seed"]), _or_dash(row["test"]["bits"], ".4f"),
              _or_dash(row["validation"]["bits"], ".4f"), _or_dash(wiki.get("word_perplexity"), ",.0f"),
              _or_dash(lambada.get("perplexity"), ",.0f"), _or_dash(lambada.get("accuracy"), ".2f", 100),
              str(row["nonfinite_steps"]), f"{timing['steps_per_second']:.2f}", f"{timing['bytes_per_second']:,.0f}",
              _or_dash(timing["peak_memory_growth"], ",.0f", 1e-6), row["backend"], f"{row['wall_seconds']:,.0f}"]
         )  # fmt: skip
-    return Table("Every run", columns, lines, wide=True)
+    return Table("Every run", columns, lines)
 
 
 def _or_dash(value: object, digits: str, unit: float = 1.0) -> str:
@@ -166,19 +181,19 @@ def _not_concluded(runs: Runs) -> list[str]:
     """The limits of these rows, derived from them."""
     found = [
         "Anything about 340M or 1.3B parameters: size, tokens and text differ, so only the direction of a difference compares.",
-        "That a difference between exact-flow and delta-l2 is due to the rule: they differ in rule and key norm at once. "
-        "The controls delta-raw and exact-flow-l2 change one of the two.",
+        "That a difference between EFLA and DeltaNet is due to the rule: they differ in rule and key norm at once. "
+        f"The controls {' and '.join(map(name_of, CONTROLS))} change one of the two.",
         "That WikiText's and LAMBADA's numbers mean anything by themselves: they are out of domain for these texts and read in "
         "windows of the training length (the paper's: 2,048 tokens). They test the code path and the order of the arms.",
     ]
-    single = [arm for arm in runs.arms if len(runs.at(arm)) == 1]
+    single = [name_of(arm) for arm in runs.arms if len(runs.at(arm)) == 1]
     if single:
         found.insert(0, f"Any verdict on {', '.join(single)}: run with one seed, so the spread is unknown.")
     if len(runs.rates) == 1:
         found.append(
             "That the order of the arms holds at other learning rates: one peak rate was run (--lr-sweep adds two for the pair)."
         )
-    nonfinite = [f"{arm} ({n})" for arm, n in runs.failures().items()]
+    nonfinite = [f"{name_of(arm)} ({n})" for arm, n in runs.failures().items()]
     if nonfinite:
         found.append(f"How good the arms are where they failed: {', '.join(nonfinite)} run(s) had a non-finite step.")
     if sentence := runs.chance_sentence():

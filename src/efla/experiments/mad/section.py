@@ -5,14 +5,21 @@ from collections.abc import Sequence
 
 from efla.experiments.mad import claims
 from efla.experiments.mad.config import TASK_ORDER
-from efla.experiments.mad.plot import TITLES
 from efla.experiments.mad.tasks import OVERLAP_WARNING
-from efla.runs.bars import Bars, BarSeries
-from efla.runs.chart import Chart, Point
+from efla.runs.chart import Chart, Figure, Series, over_seeds, seed_point
+from efla.runs.names import name_of
 from efla.runs.records import Record, number
-from efla.runs.sections import Figure, Section, Table, arm_series, budget, settings_table
-from efla.runs.statistics import Rows, Spread
-from efla.runs.style import ARMS
+from efla.runs.sections import Section, Table, budget, settings_table
+from efla.runs.statistics import Rows
+
+TITLES = {
+    "memorization": "Memorize",
+    "compression": "Compress",
+    "in-context-recall": "In-context recall",
+    "noisy-in-context-recall": "Noisy recall",
+    "fuzzy-in-context-recall": "Fuzzy recall",
+    "selective-copying": "Selective copying",
+}
 
 
 def sections(rows: Sequence[Record], source: str) -> list[Section]:
@@ -20,15 +27,16 @@ def sections(rows: Sequence[Record], source: str) -> list[Section]:
     cells = Rows(rows).cells()
     profile = cells[0]["profile"]
     arms, tasks = claims.arms_of(rows), claims.tasks_of(rows)
-    legend = [arm_series(arm) for arm in arms]
-    note = "The best of the learning rates (and weight decays); mean over seeds ± one standard deviation (no mark: one seed)."
+    note = (
+        "The best of the learning rates (and weight decays); mean over seeds ± one standard deviation, seeds as dots."
+    )
     figures = [
-        Figure("Accuracy by task and setting", note, [_bars(rows, task, arms) for task in tasks], legend),
+        Figure("mad", "Accuracy by task and setting", note, [_bars(rows, task, arms) for task in tasks]),
         Figure(
+            "mad-training",
             "Training loss, each task's first setting",
             "The best run of each seed; mean over the seeds that got that far. A curve ends where its runs stopped early.",
             [_curves(rows, task, arms) for task in tasks],
-            legend,
         ),
     ]
     return [
@@ -36,6 +44,7 @@ def sections(rows: Sequence[Record], source: str) -> list[Section]:
             key="mad",
             title=f"MAD: six synthetic tasks ({profile} profile)",
             source=source,
+            question="Which single skills does the exact step help: recalling, copying, compressing, memorising?",
             intro=(
                 "Small models with two mixers learn six tasks that each need one skill: recalling (plain, among noise, by "
                 "motifs of several tokens), copying selectively, compressing, memorising."
@@ -51,28 +60,25 @@ def sections(rows: Sequence[Record], source: str) -> list[Section]:
     ]
 
 
-def _bars(rows: Sequence[Record], task: str, arms: Sequence[str]) -> Bars:
+def _bars(rows: Sequence[Record], task: str, arms: Sequence[str]) -> Chart:
     names = claims.settings_of(rows, task)
+    found = {(arm, name): claims.setting_spread(rows, task, name, arm) for arm in arms for name in names}
     series = [
-        BarSeries(arm, ARMS[arm].label, [_point(claims.setting_spread(rows, task, name, arm)) for name in names])
+        Series(
+            arm,
+            name_of(arm),
+            [seed_point(name, score, 100, dots=True) for name in names if (score := found[arm, name]).n],
+        )
         for arm in arms
     ]
-    return Bars(TITLES[task], "setting", "reference accuracy, %", names, series)
-
-
-def _point(score: Spread) -> Point | None:
-    if score.n == 0 or math.isnan(score.mean):
-        return None
-    mean, std = 100 * score.mean, 100 * score.std if score.n > 1 else 0.0
-    return Point(0.0, mean, mean - std, mean + std, score.percent())
+    return Chart(TITLES[task], "setting", "reference accuracy, %", series, (0, 100), kind="bars")
 
 
 def _curves(rows: Sequence[Record], task: str, arms: Sequence[str]) -> Chart:
     setting = claims.settings_of(rows, task)[0]
-    series = [arm_series(arm, *claims.loss_curve(rows, task, setting, arm), digits=3) for arm in arms]
-    drawn = [one for one in series if one.points]
-    top = max((point.y for one in drawn for point in one.points if math.isfinite(point.y)), default=1.0)
-    return Chart(f"{TITLES[task]}, {setting}", "optimiser step", "training loss", drawn, (0, 1.05 * top))
+    series = [over_seeds(arm, claims.loss_curve(rows, task, setting, arm), digits=3) for arm in arms]
+    top = max((point.y for one in series for point in one.points if math.isfinite(point.y)), default=1.0)
+    return Chart(f"{TITLES[task]}, {setting}", "optimiser step", "training loss", series, (0, 1.05 * top))
 
 
 def _published_table(rows: Sequence[Record], arms: Sequence[str]) -> Table:
@@ -81,7 +87,7 @@ def _published_table(rows: Sequence[Record], arms: Sequence[str]) -> Table:
     for arm in arms:
         scores = [claims.task_score(rows, task, arm) for task in TASK_ORDER]
         overall = claims.overall_score(rows, arm)
-        lines.append([f"ours: {arm}", _percent(overall), *(score.text(100) for score in scores)])
+        lines.append([f"ours: {name_of(arm)}", _percent(overall), *(score.text(100) for score in scores)])
     lines += [
         [f"{row.model} ({row.source})", f"{row.mean:g}", *(f"{row.by_task()[task]:g}" for task in TASK_ORDER)]
         for row in claims.PUBLISHED
@@ -104,21 +110,21 @@ def _settings(rows: Sequence[Record], arms: Sequence[str]) -> Table:
                 lines.append([f"{TITLES[task]}, {name}", label, *values])
     dropped = [str(claims.nonfinite(rows, arm)) for arm in arms]
     lines.append(["all", "runs dropped because not finite", *dropped])
-    return Table("Every setting, both metrics, in %", ["setting", "metric", *arms], lines, wide=True)
+    return Table("Every setting, both metrics, in %", ["setting", "metric", *map(name_of, arms)], lines)
 
 
 def _runs(cells: Sequence[Record]) -> Table:
-    columns = ["task", "setting", "arm", "rate", "decay", "seed", "parameters", "steps", "best step", "reference, %",
+    columns = ["task", "setting", "model", "rate", "decay", "seed", "parameters", "steps", "best step", "reference, %",
                "at the end, %", "token, %", "test loss", "ms per step", "backend", "wall, s"]  # fmt: skip
     lines = [
-        [row["task"], row["setting"], row["arm"], f"{row['rate']:g}", f"{row['decay']:g}", str(row["seed"]),
+        [TITLES[row["task"]], row["setting"], name_of(row["arm"]), f"{row['rate']:g}", f"{row['decay']:g}", str(row["seed"]),
          f"{row['parameters']:,}", f"{row['steps']} of {row['budget']}", str(row["best_step"]),
          _percent(number(row["reference_accuracy"])), _percent(number(row["reference_accuracy_last"])),
          _percent(number(row["token_accuracy"])), f"{number(row['test_loss']):.4f}",
          f"{1000 * row['timing']['seconds_per_step']:.0f}", row["backend"], f"{row['wall_seconds']:.0f}"]
         for row in cells
     ]  # fmt: skip
-    return Table("Every run", columns, lines, wide=True)
+    return Table("Every run", columns, lines)
 
 
 def _percent(value: float) -> str:
@@ -128,8 +134,8 @@ def _percent(value: float) -> str:
 def _not_concluded(rows: Sequence[Record], cells: Sequence[Record]) -> list[str]:
     """The limits of these rows."""
     found = [
-        "That a difference between exact-flow and delta-l2 is due to the rule: they differ in rule and key norm at once. "
-        "Only delta-raw differs from exact-flow in the rule alone.",
+        "That a difference between EFLA and DeltaNet is due to the rule: they differ in rule and key norm at once. "
+        "Only DeltaNet (raw keys) differs from EFLA in the rule alone.",
         "That the scores are free of selection: checkpoint, learning rate and early stop look at the test set, as in the "
         "reference. The scores at the end of training are in the folded table.",
     ]

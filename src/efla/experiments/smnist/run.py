@@ -7,7 +7,6 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cache
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -338,12 +337,6 @@ class LearningRateRobustness(SmnistRobustness):
     title = "Learning-rate robustness"
     claim = "EFLA is less sensitive to the learning rate"
     places = dict.fromkeys("cde", "Section 4.4, learning rates")
-
-    @classmethod
-    def plot(cls, rows: Sequence[Record], folder: Path) -> list[Path]:
-        from efla.experiments.smnist.plot import plot_rates
-
-        return plot_rates(rows, folder)
 
     @classmethod
     def text_summary(cls, rows: Sequence[Record], verbose: bool = False) -> str:

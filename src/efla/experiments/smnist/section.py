@@ -5,13 +5,18 @@ from collections.abc import Sequence
 
 from efla.experiments.smnist import claims
 from efla.experiments.smnist.config import CHANCE_LOSS, MAIN_ARMS
-from efla.experiments.smnist.plot import PANELS, accuracy_floor
-from efla.runs.chart import Chart, Series, tidy
+from efla.runs.chart import Chart, Figure, Series, over_seeds, tidy
+from efla.runs.names import name_of
 from efla.runs.records import Record, number
-from efla.runs.sections import Figure, Section, Table, arm_series, budget, settings_table
+from efla.runs.sections import Section, Table, budget, settings_table
 from efla.runs.statistics import Rows, Spread
 
-_NOTE = "Mean over seeds; the band is ± one standard deviation (no band: one seed)."
+PANELS = {
+    "scale": "intensity multiplied by",
+    "noise": "standard deviation of the noise",
+    "dropout": "share of pixels dropped",
+}
+_NOTE = "Mean over seeds; dots are seeds, the band is ± one standard deviation (one seed has neither)."
 
 
 def sections(rows: Sequence[Record], source: str) -> list[Section]:
@@ -29,11 +34,11 @@ def _corruption(rows: Sequence[Record], source: str) -> Section:
     for at in claims.conditions_of(rows):
         arms = claims.arms_of(Rows(rows).where(row="level", **at._asdict()))
         main = [arm for arm in arms if arm in MAIN_ARMS]
-        name = f"{at.block} block, rate {at.rate:g}"
+        name = f"{at.block} block, learning rate {at.rate:g}"
         if main:
             figures.append(_figure(rows, at, main, name))
         if set(arms) - set(main):
-            figures.append(_figure(rows, at, arms, f"{name}, all arms (the other integrators are our extension)"))
+            figures.append(_figure(rows, at, arms, f"{name}, all models (the other integrators are our extension)"))
         tables += [_levels_table(rows, at, arms, kind, name) for kind in PANELS]
         tables.append(_step_sizes(rows, at, arms, name))
     tables.append(_runs_table(cells))
@@ -41,9 +46,10 @@ def _corruption(rows: Sequence[Record], source: str) -> Section:
         key="smnist",
         title="Sequential MNIST under corruption",
         source=source,
+        question="Does a classifier with the exact step hold its accuracy when its images are corrupted?",
         intro=(
             "One recurrent layer reads an image pixel by pixel. It is trained on clean images; test images are dropped out, "
-            "brightened or made noisy. The arms have equal parameters, initial weights and data order."
+            "brightened or made noisy. The models have equal parameters, initial weights and data order."
         ),
         claims=claims.corruption_claims(rows),
         figures=figures,
@@ -56,35 +62,37 @@ def _corruption(rows: Sequence[Record], source: str) -> Section:
 
 
 def _rates(rows: Sequence[Record], source: str) -> Section:
-    cells = Rows(rows).cells().where(block="bare")
-    rates = claims.rates_of(rows)
+    block = claims.main_block(rows)
+    cells = Rows(rows).cells().where(block=block)
+    rates = claims.rates_of(rows, block)
     arms = [arm for arm in claims.arms_of(cells) if arm in MAIN_ARMS]
-    legend = [arm_series(arm) for arm in arms]
     crosses = [(row["arm"], row["rate"]) for row in cells if row["diverged"] and row["arm"] in arms]
 
     def against_rate(field: str, unit: float, digits: int) -> list[Series]:
         drawn = []
         for arm in arms:
             kept = [(rate, value) for rate in rates if (value := _run_spread(cells, rate, arm, field)).n]
-            drawn.append(arm_series(arm, [rate for rate, _ in kept], [value for _, value in kept], unit, digits))
+            drawn.append(over_seeds(arm, ([r for r, _ in kept], [v for _, v in kept]), unit, digits, dots=True))
         return drawn
 
+    lowest = min((100 * row["clean_accuracy"] for row in cells), default=0.0)
+    floor = max(0.0, 10.0 * math.floor((lowest - 5) / 10))
     against = [
         Chart("Final training loss  (× diverged)", "learning rate", "loss, last tenth of the steps",  # noqa: RUF001
               against_rate("final_loss", 1.0, 3), (0.0, CHANCE_LOSS), log_x=True, x_ticks=rates, crosses=crosses),
         Chart("Clean test accuracy", "learning rate", "accuracy, %", against_rate("clean_accuracy", 100.0, 1),
-              (accuracy_floor(cells), 100.0), log_x=True, x_ticks=rates),
+              (floor, 100.0), log_x=True, x_ticks=rates),
     ]  # fmt: skip
     curves = [
         Chart(f"Training at rate {rate:g}", "step", "training loss",
-              [arm_series(arm, *claims.loss_curve(rows, claims.Condition("bare", rate), arm), 1.0, 3) for arm in arms], (0, 2.5))
+              [over_seeds(arm, claims.loss_curve(rows, claims.Condition(block, rate), arm), digits=3) for arm in arms], (0, 2.5))
         for rate in rates
     ]  # fmt: skip
     table = Table(
         "Loss and accuracy by rate",
-        ["arm", "rate", "seeds", "final training loss", "clean accuracy, %", "diverged"],
+        ["model", "rate", "seeds", "final training loss", "clean accuracy, %", "diverged"],
         [
-            [arm, f"{rate:g}", str(loss.n), loss.text(1, 3), accuracy.text(100), _diverged(cells, arm, rate)]
+            [name_of(arm), f"{rate:g}", str(loss.n), loss.text(1, 3), accuracy.text(100), _diverged(cells, arm, rate)]
             for arm in claims.arms_of(cells)
             for rate in rates
             if (loss := _run_spread(cells, rate, arm, "final_loss")).n
@@ -95,11 +103,12 @@ def _rates(rows: Sequence[Record], source: str) -> Section:
         key="lr",
         title="Learning-rate robustness",
         source=source,
-        intro="The same runs against the learning rate: final training loss and clean test accuracy of each arm.",
+        question="How much does the learning rate matter to each of them?",
+        intro="The same runs against the learning rate: final training loss and clean test accuracy of each model.",
         claims=claims.rate_claims(rows),
         figures=[
-            Figure("Loss and accuracy against the rate", _NOTE, against, legend),
-            Figure("Training curves", _NOTE, curves, legend),
+            Figure("lr", "Loss and accuracy against the rate", _NOTE, against),
+            Figure("lr-training", "Training curves", _NOTE, curves),
         ],
         tables=[table],
         settings=settings_table(cells),
@@ -110,18 +119,20 @@ def _rates(rows: Sequence[Record], source: str) -> Section:
 
 
 def _figure(rows: Sequence[Record], at: claims.Condition, arms: Sequence[str], name: str) -> Figure:
+    few = set(arms) <= set(MAIN_ARMS)
+    diverged = {arm: sum(bool(row["diverged"]) for row in claims.runs_of(rows, at, arm)) for arm in arms}
     charts = []
     for kind, label in PANELS.items():
-        drawn = [
-            arm_series(arm, *claims.levels_of(rows, at, arm, kind).curve("level", "accuracy"), 100.0) for arm in arms
-        ]
+        curves = {arm: claims.levels_of(rows, at, arm, kind).curve("level", "accuracy") for arm in arms}
+        drawn = [over_seeds(arm, curve, 100.0, dots=few, diverged=diverged[arm]) for arm, curve in curves.items()]
         ticks = [1, 2, 4, 8, 16] if kind == "scale" else None
         charts.append(
             Chart(kind.capitalize(), label, "accuracy, %", drawn, (0, 100), log_x=kind == "scale", x_ticks=ticks)
         )
-    drawn = [arm_series(arm, *claims.loss_curve(rows, at, arm), 1.0, 3) for arm in arms]
+    drawn = [over_seeds(arm, claims.loss_curve(rows, at, arm), digits=3, diverged=diverged[arm]) for arm in arms]
     charts.append(Chart("Training", "step", "loss (window of 20 steps)", drawn, (0, 2.5)))
-    return Figure(name[0].upper() + name[1:], _NOTE, charts, [arm_series(arm) for arm in arms])
+    file = f"smnist-{at.block}-{at.rate:g}" + ("" if few else "-all")
+    return Figure(file, f"Accuracy under corruption: {name}", _NOTE, charts)
 
 
 def _levels_table(rows: Sequence[Record], at: claims.Condition, arms: Sequence[str], kind: str, name: str) -> Table:
@@ -132,13 +143,12 @@ def _levels_table(rows: Sequence[Record], at: claims.Condition, arms: Sequence[s
         _, curve = mine.curve("level", "accuracy")
         _, kept = mine.curve("level", "retention")
         mean = claims.kind_mean(rows, at, arm, kind)
-        lines.append([arm, *(point.text(100) for point in curve), mean.text(100)])
-        lines.append([f"{arm}, of clean", *(point.text(100) for point in kept), ""])
+        lines.append([name_of(arm), *(point.text(100) for point in curve), mean.text(100)])
+        lines.append([f"{name_of(arm)}, of clean", *(point.text(100) for point in kept), ""])
     return Table(
         f"{kind.capitalize()}: accuracy in % ({name})",
-        ["arm", *map(tidy, levels), "mean over levels"],
+        ["model", *map(tidy, levels), "mean of corrupted levels"],
         lines,
-        wide=True,
     )
 
 
@@ -154,27 +164,27 @@ def _step_sizes(rows: Sequence[Record], at: claims.Condition, arms: Sequence[str
             _, curve = claims.levels_of(rows, at, arm, "scale").curve("level", field)
             unit = 100 if field == "nonfinite" else 1
             values = (tidy(unit * point.mean) if math.isfinite(point.mean) else "not finite" for point in curve)
-            lines.append([arm, label, *values])
-    return Table(f"Energy of the keys under scaling ({name})", ["arm", "number", *map(tidy, levels)], lines, wide=True)
+            lines.append([name_of(arm), label, *values])
+    return Table(f"Energy of the keys under scaling ({name})", ["model", "number", *map(tidy, levels)], lines)
 
 
 def _runs_table(cells: Sequence[Record]) -> Table:
-    columns = ["block", "arm", "rate", "seed", "parameters", "final loss", "clean, %", "clipped steps, %",
+    columns = ["block", "model", "rate", "seed", "parameters", "final loss", "clean, %", "clipped steps, %",
                "largest βλ in training",
                "images/s", "time in the scan, %", "backend", "wall, s"]  # fmt: skip
     lines = [
-        [row["block"], row["arm"], f"{row['rate']:g}", str(row["seed"]), f"{row['parameters']:,}",
+        [row["block"], name_of(row["arm"]), f"{row['rate']:g}", str(row["seed"]), f"{row['parameters']:,}",
          "diverged" if math.isnan(number(row["final_loss"])) else f"{number(row['final_loss']):.3f}",
          f"{100 * row['clean_accuracy']:.1f}",
          f"{100 * row['clip_share']:.0f}", tidy(number(row["largest_step_size"])), f"{row['timing']['images_per_second']:.0f}",
          f"{100 * row['timing']['scan_share']:.0f}", row["backend"], f"{row['wall_seconds']:.0f}"]
         for row in cells
     ]  # fmt: skip
-    return Table("Every run", columns, lines, wide=True)
+    return Table("Every run", columns, lines)
 
 
 def _run_spread(cells: Sequence[Record], rate: float, arm: str, field: str) -> Spread:
-    return claims.runs_of(cells, claims.Condition("bare", rate), arm).spread(field)
+    return Rows(cells).where(rate=rate, arm=arm).spread(field)
 
 
 def _diverged(cells: Sequence[Record], arm: str, rate: float) -> str:
@@ -199,8 +209,8 @@ def _not_concluded(cells: Sequence[Record]) -> list[str]:
     found = [
         f"That the result holds for longer training: these runs have {config['steps']} steps of {config['batch']} images, "
         f"{passes:.2g} passes over the training images. The paper does not state its length.",
-        "That a difference between exact-flow and delta-l2 is due to the rule: they differ in rule and key norm at once. "
-        "Only delta-raw differs from exact-flow in the rule alone.",
+        "That a difference between EFLA and DeltaNet is due to the rule: they differ in rule and key norm at once. "
+        "Only DeltaNet (raw keys) differs from EFLA in the rule alone.",
         "That the paper's own curves are reproduced number by number: it prints none, and leaves the model's details open.",
     ]
     if len(seeds) == 1:

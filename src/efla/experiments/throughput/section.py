@@ -3,11 +3,10 @@
 from collections.abc import Callable, Sequence
 
 from efla.experiments.throughput import claims
-from efla.runs.bars import Bars, BarSeries
-from efla.runs.chart import Chart, Point, Series
+from efla.runs.chart import Chart, Figure, Guide, Point, Series
+from efla.runs.names import name_of
 from efla.runs.records import Record
-from efla.runs.sections import Figure, Section, Table, budget, settings_table
-from efla.runs.style import ARMS
+from efla.runs.sections import Section, Table, budget, settings_table
 
 
 def sections(rows: Sequence[Record], source: str) -> list[Section]:
@@ -15,19 +14,19 @@ def sections(rows: Sequence[Record], source: str) -> list[Section]:
     cells = claims.sorted_cells(rows)
     config, device = cells[0]["config"], cells[0]["device"]
     where = cells[0]["machine"].get("processor", "CPU") if device == "cpu" else device
-    legend = [Series(arm, ARMS[arm].label, [], ARMS[arm].dash, ARMS[arm].width) for arm in claims.arms_of(cells)]
     note = "Medians over rounds; marks are quartiles. Arms take turns within a round."
     return [
         Section(
             key="throughput",
             title=f"Training throughput ({config['profile']} profile)",
             source=source,
+            question="Does the exact step slow training down?",
             intro=(
                 "A training step (forward, backward, clipping, AdamW) of every arm in turn at the same number of tokens: "
                 f"{where}, {cells[0]['threads']} thread(s), {config['precision']}, models of size {config['size']}."
             ),
             claims=claims.claims(rows),
-            figures=[Figure("Tokens per second, and EFLA over DeltaNet", note, _charts(cells), legend)],
+            figures=[Figure("throughput", "Tokens per second, and EFLA over DeltaNet", note, _charts(cells))],
             tables=_tables(cells),
             settings=settings_table(cells),
             data=["Random tokens; the time of a step does not depend on the text."],
@@ -37,29 +36,28 @@ def sections(rows: Sequence[Record], source: str) -> list[Section]:
     ]
 
 
-def _charts(cells: Sequence[Record]) -> list[Chart | Bars]:
+def _charts(cells: Sequence[Record]) -> list[Chart]:
     speed = [
-        BarSeries(arm, ARMS[arm].label, [_point(0.0, claims.tokens_per_second(row, arm), 0) for row in cells])
+        Series(arm, name_of(arm), [_point(claims.name(row), claims.tokens_per_second(row, arm), 0) for row in cells])
         for arm in claims.arms_of(cells)
     ]
     ratios = []
     for ours, theirs in claims.pairs_of(cells):
         drawn = [_point(float(row["length"]), claims.ratio(row, ours, theirs)) for row in cells]
-        ratios.append(Series(ours, f"{ours} over {theirs}", drawn, ARMS[ours].dash, ARMS[ours].width))
-    top = max((p.high for series in speed for p in series.points if p is not None), default=1.0)
-    unit = 10 ** (len(str(int(top))) - 1)
-    ends = [end for series in ratios for p in series.points for end in (p.low, p.high)]
+        ratios.append(Series(ours, f"{name_of(ours)} over {name_of(theirs)}", drawn))
+    top = max((p.high for one in speed for p in one.points), default=1.0)
+    ends = [end for one in ratios for p in one.points for end in (p.low, p.high)]
     y_range = min([0.9, *ends]), max([1.1, *ends])
     lengths = sorted({float(row["length"]) for row in cells})
-    title, is_log = "Ratio of throughputs (band: quartiles)", len(lengths) > 1
+    near = [Guide("y", 1 - claims.NEAR, f"dashed: {claims.NEAR:.0%} below and above 1"), Guide("y", 1 + claims.NEAR)]
     return [
-        Bars("Training throughput", "length × rows", "tokens per second", [claims.name(row) for row in cells], speed,  # noqa: RUF001
-             float(unit * (int(top / unit) + 1))),
-        Chart(title, "length of a row", "EFLA over DeltaNet", ratios, y_range, log_x=is_log, x_ticks=lengths),
+        Chart("Training throughput", "length × rows", "tokens per second", speed, (0, 1.05 * top), kind="bars"),  # noqa: RUF001
+        Chart("Ratio of throughputs (band: quartiles)", "length of a row", "EFLA over DeltaNet", ratios, y_range,
+              log_x=len(lengths) > 1, x_ticks=lengths, guides=near),
     ]  # fmt: skip
 
 
-def _point(x: float, found: claims.Quartiles, digits: int = 3) -> Point:
+def _point(x: float | str, found: claims.Quartiles, digits: int = 3) -> Point:
     return Point(x, found.median, found.low, found.high, found.text(digits))
 
 
@@ -67,18 +65,21 @@ def _tables(cells: Sequence[Record]) -> list[Table]:
     shapes = [claims.name(row) for row in cells]
 
     def lines(text: Callable[[Record, str], str]) -> list[list[str]]:
-        return [[arm, *(text(row, arm) for row in cells)] for arm in claims.arms_of(cells)]
+        return [[name_of(arm), *(text(row, arm) for row in cells)] for arm in claims.arms_of(cells)]
 
     speed = lines(claims.speed_text)
     for ours, theirs in claims.pairs_of(cells):
-        speed.append([f"{ours} over {theirs}", *(claims.ratio(row, ours, theirs).text() for row in cells)])
-    memory = [[arm, f"{cells[0]['arms'][arm]['parameters']:,}", *values] for arm, *values in lines(claims.memory_text)]
+        speed.append(
+            [f"{name_of(ours)} over {name_of(theirs)}", *(claims.ratio(row, ours, theirs).text() for row in cells)]
+        )
+    counts = {name_of(arm): f"{cells[0]['arms'][arm]['parameters']:,}" for arm in claims.arms_of(cells)}
+    memory = [[arm, counts[arm], *values] for arm, *values in lines(claims.memory_text)]
     operations = "Useful operations per second, 10⁹: tokens per second times three forward passes' operations a token"
     growth = "Growth of memory in a step at its peak, MB (weights and optimizer not counted)"
     return [
-        Table("Tokens per second: median (quartiles)", ["arm", *shapes], speed),
-        Table(operations, ["arm", *shapes], lines(claims.operations_text)),
-        Table(growth, ["arm", "parameters", *shapes], memory),
+        Table("Tokens per second: median (quartiles)", ["model", *shapes], speed),
+        Table(operations, ["model", *shapes], lines(claims.operations_text)),
+        Table(growth, ["model", "parameters", *shapes], memory),
     ]
 
 
