@@ -22,6 +22,7 @@ from efla.experiments.smnist.claims import (
     text_summary,
 )
 from efla.experiments.smnist.config import MAIN_ARMS
+from efla.experiments.smnist.run import SmnistRobustness
 from efla.runs.names import name_of
 from efla.runs.records import Record
 from efla.runs.rows import read_rows
@@ -204,3 +205,9 @@ def test_the_tables_of_the_documentation_are_those_of_the_committed_rows() -> No
             diverged = f"{sum(bool(row['diverged']) for row in runs)} of {len(runs)}"
             line = " | ".join([name_of(arm), *(value.text(100) for value in shown), diverged])
             assert f"| {line} |" in page
+
+
+def test_rows_of_the_authors_block_alone_make_both_sections() -> None:
+    corruption, rates = SmnistRobustness.sections(authors_rows(), "folder")
+    assert (corruption.key, rates.key) == ("smnist", "lr")
+    assert {claim.letter for claim in rates.claims} == {"c", "d", "e"}
