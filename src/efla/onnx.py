@@ -89,12 +89,7 @@ class Runner:
         try:
             with np.load(path, allow_pickle=False) as file:
                 arrays = {name: file[name] for name in file.files}
-        except (
-            ValueError,
-            AttributeError,
-            EOFError,
-            zipfile.BadZipFile,
-        ) as error:  # not an .npz file, or not all of it
+        except (ValueError, TypeError, EOFError, zipfile.BadZipFile) as error:  # another kind of file, or not all of it
             raise ValueError(
                 f"{path} is not a state of an exported model ({error}); write it with State.save"
             ) from error
