@@ -203,7 +203,7 @@ def _run_all(
             print(f"\n{section.title}")
             # A demonstration has room for its table.
             if isinstance(every, Paper) and every.profile == "demo" and section.key == "smnist":
-                print(registry.get("smnist").text_summary(read_rows(Path(section.source)), verbose))
+                print(registry.get("smnist").text_summary(read_rows(_folder(root, "smnist", every.profile)), verbose))
             else:
                 print("\n".join(claims_text(section.claims, verbose)))
         print("\nPositive differences favour EFLA: mean over paired seeds [95 % interval].")
