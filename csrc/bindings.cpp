@@ -4,6 +4,7 @@
 #include <nanobind/stl/vector.h>
 
 #include <cmath>
+#include <optional>
 
 #include "plan.h"
 #include "rows.h"
@@ -364,6 +365,32 @@ void mixer_step(nb::handle q, nb::handle k, nb::handle v, nb::handle b, nb::hand
   efla::run_mixer_step(p, threads);
 }
 
+// y_i = x W_i^T; with `gated`, y_0 = silu(x W_0^T) * (x W_1^T).
+void products(nb::handle x, nb::sequence weights, nb::sequence results, bool gated, int threads) {
+  constexpr int most = efla::ProductsProblem::kMaxWeights;
+  const Tensor tx(x, "x");
+  efla::ProductsProblem p;
+  p.dtype = tx.dimensions(2).dtype(), p.gated = gated;
+  p.rows = tx.size(0), p.width = tx.size(1), p.count = int(nb::len(weights));
+  p.x = tx.dense({p.rows, p.width}, p.dtype);
+  check(p.count >= 1 && p.count <= most && (!gated || p.count == 2), "products takes 1 to 8 weights, 2 if gated");
+  check(int(nb::len(results)) == (gated ? 1 : p.count), "products needs one result per weight, 1 if gated");
+  std::optional<Tensor> w[most], y[most];
+  for (int i = 0; i < p.count; ++i) {
+    w[i].emplace(weights[i], "weight");
+    p.columns[i] = w[i]->dimensions(2).size(0);
+    p.weight[i] = w[i]->dense({p.columns[i], p.width}, p.dtype);
+    if (gated && i) {
+      check(p.columns[1] == p.columns[0], "the weights of gate and up must have the same shape");
+    } else {
+      y[i].emplace(results[i], "y");
+      p.y[i] = y[i]->dimensions(2).dense({p.rows, p.columns[i]}, p.dtype);
+    }
+  }
+  nb::gil_scoped_release release;
+  efla::run_products(p, threads);
+}
+
 std::string build_info() {
   return std::string("compiler ") + EFLA_COMPILER + "; flags " + EFLA_FLAGS + "; C++ " + std::to_string(__cplusplus);
 }
@@ -417,6 +444,8 @@ NB_MODULE(_kernels, m) {
         return efla::conv_parts(boundaries.integers(N + 1), N, T);
       },
       t("cu_seqlens"), nb::arg("N"), nb::arg("T"));
+  m.def("products", &products, t("x"), nb::arg("weights"), nb::arg("results"), nb::arg("gated"), nb::arg("threads"),
+        "Products of a few rows with 1 to 8 weights [columns, width]; gated: silu of the first times the second.");
   m.def("mixer_step", &mixer_step, t("q"), t("k"), t("v"), t("b"), t("a"), t("g"), t("q_weight"), t("k_weight"),
         t("v_weight"), t("conv_state"), t("memory"), t("A_log"), t("dt_bias"), t("norm_weight"), t("y"),
         nb::arg("rule"), nb::arg("normalise"), nb::arg("scale"), nb::arg("beta_factor"), nb::arg("eps"),

@@ -93,6 +93,7 @@ struct NormProblem;  // rows.h
 struct ConvProblem;
 struct GateProblem;
 struct MixerStep;
+struct ProductsProblem;
 
 // Entry points of one instruction set's build (kernels/entry_points.cpp).
 struct Kernels {
@@ -109,7 +110,8 @@ struct Kernels {
   void (*conv_backward)(const ConvProblem&, int64_t part);
   void (*gate_forward)(const GateProblem&, int64_t begin, int64_t end);  // elements
   void (*gate_backward)(const GateProblem&, int64_t begin, int64_t end);
-  void (*mixer_step)(const MixerStep&, int64_t index);  // sequence * key_heads + key head
+  void (*mixer_step)(const MixerStep&, int64_t index);                               // sequence * key_heads + key head
+  void (*products)(const ProductsProblem&, int weight, int64_t begin, int64_t end);  // columns
 };
 
 extern const Kernels kernels_portable;

@@ -13,6 +13,7 @@ namespace {
 constexpr int64_t kMaxParts = 64;
 constexpr int64_t kNormRows = 64;             // rows a thread takes at once
 constexpr int64_t kGateElements = 8192;       // elements a thread takes at once
+constexpr int64_t kProductColumns = 32;       // columns of a product that a thread takes at once
 constexpr double kElementsPerThread = 32768;  // with less work, a second thread costs more than it saves
 
 struct Loop {
@@ -42,6 +43,8 @@ void check(bool condition, const char* message) {
 }
 
 int64_t num_tiles(int64_t tokens) { return (tokens + kTile - 1) / kTile; }
+
+int64_t num_blocks(int64_t columns) { return (columns + kProductColumns - 1) / kProductColumns; }
 
 std::vector<int64_t> tile_offsets(const ConvProblem& p) {
   std::vector<int64_t> offset(size_t(p.sequences) + 1);
@@ -107,6 +110,22 @@ void run_mixer_step(const MixerStep& p, int threads) {
     kernels.mixer_step(*static_cast<const MixerStep*>(problem), i);
   };
   run(&p, body, p.batch * p.key_heads, double(p.batch) * p.value_heads * p.K * p.V, threads);
+}
+
+void run_products(const ProductsProblem& p, int threads) {
+  const auto body = [](const Kernels& kernels, const void* problem, int64_t i) {
+    const auto& q = *static_cast<const ProductsProblem*>(problem);
+    int part = 0;
+    for (int64_t blocks; i >= (blocks = num_blocks(q.columns[part])); ++part) i -= blocks;
+    const int64_t end = (i + 1) * kProductColumns;
+    kernels.products(q, part, i * kProductColumns, end < q.columns[part] ? end : q.columns[part]);
+  };
+  int64_t blocks = 0, columns = 0;
+  for (int part = 0; part < (p.gated ? 1 : p.count); ++part) {
+    blocks += num_blocks(p.columns[part]);
+    columns += p.columns[part];
+  }
+  run(&p, body, p.rows ? blocks : 0, double(columns) * double(p.width), threads);
 }
 
 void run_conv_forward(ConvProblem p, int threads) {

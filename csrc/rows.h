@@ -56,6 +56,20 @@ struct GateProblem {
   void* dup = nullptr;
 };
 
+// Products of a few rows with several weights: y_i = x W_i^T, or y_0 = silu(x W_0^T) * (x W_1^T) if gated. All dense; weights
+// have the element type. A result does not depend on the number of rows, so a sequence decodes alike in every batch.
+struct ProductsProblem {
+  static constexpr int kMaxWeights = 8;
+  Dtype dtype = Dtype::float32;
+  bool gated = false;
+  int64_t rows = 0, width = 0;
+  const void* x = nullptr;  // [rows, width]
+  int count = 0;
+  const void* weight[kMaxWeights] = {};  // [columns, width]
+  void* y[kMaxWeights] = {};             // [rows, columns]
+  int64_t columns[kMaxWeights] = {};
+};
+
 // One decoded token of a linear-attention layer; see kernels/mixer_step.cpp. Inputs [B, 1, columns] have contiguous columns
 // and `batch` strides; parameters and states are dense. All but the memory have the element type.
 struct MixerStep {
@@ -89,6 +103,7 @@ void run_conv_backward(ConvProblem p, int threads);
 void run_gate_forward(const GateProblem& p, int threads);
 void run_gate_backward(const GateProblem& p, int threads);
 void run_mixer_step(const MixerStep& p, int threads);
+void run_products(const ProductsProblem& p, int threads);
 
 // Number of partial sums of the weights' gradients. Depends on the shape only.
 int64_t norm_parts(int64_t rows);

@@ -17,6 +17,7 @@ void conv_backward(const ConvProblem&, int64_t);
 void gate_forward(const GateProblem&, int64_t, int64_t);
 void gate_backward(const GateProblem&, int64_t, int64_t);
 void mixer_step(const MixerStep&, int64_t);
+void products(const ProductsProblem&, int, int64_t, int64_t);
 }  // namespace EFLA_ISA
 
 #define EFLA_JOIN_(a, b) a##b
@@ -29,7 +30,7 @@ const Kernels EFLA_JOIN(kernels_, EFLA_ISA) = {
     EFLA_TEXT(EFLA_ISA),        EFLA_ISA::forward_scratch, EFLA_ISA::forward,       EFLA_ISA::decode,
     EFLA_ISA::backward_scratch, EFLA_ISA::backward,        EFLA_ISA::reduce,        EFLA_ISA::norm_forward,
     EFLA_ISA::norm_backward,    EFLA_ISA::conv_forward,    EFLA_ISA::conv_backward, EFLA_ISA::gate_forward,
-    EFLA_ISA::gate_backward,    EFLA_ISA::mixer_step,
+    EFLA_ISA::gate_backward,    EFLA_ISA::mixer_step,      EFLA_ISA::products,
 };
 
 }  // namespace efla

@@ -1,4 +1,4 @@
-// Random norms, short convolutions and gates at every SIMD level, in buffers exactly as large as their tensors.
+// Random norms, short convolutions, gates and products at every SIMD level, in buffers exactly as large as their tensors.
 //
 //     efla_fuzz_rows [cases = 300] [seed = 1]        exits non-zero if levels disagree or an output was not written
 //
@@ -137,13 +137,39 @@ bool gate_case() {
   return true;
 }
 
+bool products_case() {
+  ProductsProblem p;
+  p.rows = pick(0, 9), p.width = pick(1, 90), p.gated = pick(0, 1), p.count = p.gated ? 2 : int(pick(1, 4));
+  const Buffer x = drawn(p.rows * p.width);
+  Buffer weights[4], first[4];
+  const int64_t columns = pick(1, 80);
+  for (int i = 0; i < p.count; ++i) {
+    p.columns[i] = p.gated ? columns : pick(1, 80);
+    weights[i] = drawn(p.columns[i] * p.width);
+  }
+  for (const std::string& level : simd_levels()) {
+    set_simd(level);
+    Buffer y[4];
+    p.x = x.data();
+    for (int i = 0; i < p.count; ++i) {
+      y[i] = unwritten(p.rows * p.columns[i]);
+      p.weight[i] = weights[i].data(), p.y[i] = y[i].data();
+    }
+    run_products(p, int(pick(1, 3)));
+    for (int i = 0; i < (p.gated ? 1 : p.count); ++i)
+      if (!agree("product", y[i], first[i], level)) return false;
+  }
+  return true;
+}
+
 }  // namespace
 
 int main(int argc, char** argv) {
   const int cases = argc > 1 ? std::atoi(argv[1]) : 300;
   rng.seed(argc > 2 ? std::strtoull(argv[2], nullptr, 10) : 1);
   for (int i = 0; i < cases; ++i)
-    if (!norm_case() || !conv_case() || !gate_case() || !refused_case()) return 1;
-  std::printf("%d norms, convolutions and gates at %zu SIMD levels: all agree\n", cases, simd_levels().size());
+    if (!norm_case() || !conv_case() || !gate_case() || !products_case() || !refused_case()) return 1;
+  std::printf("%d norms, convolutions, gates and products at %zu SIMD levels: all agree\n", cases,
+              simd_levels().size());
   return 0;
 }

@@ -137,13 +137,39 @@ def mixer_step(s: Sizes, width: int = 4) -> tuple:
     return q, k, v, b, a, g, *weights, conv_state, memory, *parameters, torch.empty_like(v), *settings
 
 
+def products(s: Sizes) -> tuple:
+    columns = s.value_dim, s.key_heads, 3
+    x, weights = torch.randn(s.batch, s.key_dim).to(s.dtype), [torch.randn(n, s.key_dim).to(s.dtype) for n in columns]
+    return x, weights, [x.new_empty(s.batch, n) for n in columns], False, 1
+
+
 KERNELS = {
     f.__name__: f
     for f in (
         norm_forward, norm_backward, conv_forward, conv_backward, gate_forward, gate_backward, forward, backward,
-        mixer_step,
+        mixer_step, products,
     )
 }  # fmt: skip
+Place = tuple[int, ...]
+
+
+def places_of(arguments: tuple) -> dict[Place, Tensor]:
+    """Where the tensors of a call are: (argument,), or (argument, index) in a list."""
+    found = {}
+    for i, x in enumerate(arguments):
+        if isinstance(x, Tensor):
+            found[i,] = x
+        elif isinstance(x, list):
+            found |= {(i, j): y for j, y in enumerate(x)}
+    return found
+
+
+def replaced(arguments: tuple, place: Place, value: object) -> tuple:
+    """The arguments with one tensor replaced."""
+    i, *index = place
+    if index:
+        value = [value if j == index[0] else x for j, x in enumerate(arguments[i])]
+    return *arguments[:i], value, *arguments[i + 1 :]
 
 
 def misfits(x: Tensor, *, any_strides: bool = False) -> Iterator[object]:
@@ -180,12 +206,12 @@ def random_calls(count: int, seed: int) -> int:
         if call % 50 == 0:  # making tensors costs more than the calls
             name = draw.choice(list(KERNELS))
             fitting = KERNELS[name](_random_sizes(draw))
-            places = [i for i, x in enumerate(fitting) if isinstance(x, Tensor)]
-            wrong = {i: [None, *misfits(fitting[i]), *(fitting[j] for j in places)] for i in places}
-        arguments = list(fitting)
+            places = places_of(fitting)
+            wrong = {place: [None, *misfits(x), *places.values()] for place, x in places.items()}
+        arguments = fitting
         changes = draw.choice([0, 1, 1, 2])
-        for place in draw.sample(places, changes):
-            arguments[place] = draw.choice(wrong[place])
+        for place in draw.sample(list(places), changes):
+            arguments = replaced(arguments, place, draw.choice(wrong[place]))
         try:
             getattr(kernels, name)(*arguments)
             computed += 1

@@ -13,7 +13,7 @@ from efla import native
 from efla.layers import RMSNorm, ShortConvolution, SwiGLU
 from efla.native import kernels, rows
 from efla.testing import make_inputs
-from tests.native.kernel_calls import KERNELS, Sizes, misfits, random_calls
+from tests.native.kernel_calls import KERNELS, Sizes, misfits, places_of, random_calls, replaced
 
 pytestmark = pytest.mark.skipif(kernels is None, reason="the kernels were not built")
 
@@ -59,14 +59,13 @@ def test_a_convolution_of_other_shapes_is_refused(tokens):
 @pytest.mark.parametrize("name", KERNELS)
 def test_no_bound_kernel_takes_a_tensor_that_does_not_fit(name):
     """Each tensor of each kernel in turn is replaced; a kernel that is bound later is tried by the same loop."""
-    assert {n for n in dir(kernels) if n.endswith(("forward", "backward", "step"))} == set(KERNELS)
+    assert {n for n in dir(kernels) if n.endswith(("forward", "backward", "step", "products"))} == set(KERNELS)
     arguments = KERNELS[name](Sizes())
     getattr(kernels, name)(*arguments)
-    for place, x in enumerate(arguments):
-        if isinstance(x, torch.Tensor):
-            for wrong in misfits(x, any_strides=name in ("forward", "backward") and place in (6, 7)):
-                with pytest.raises((ValueError, TypeError)):
-                    getattr(kernels, name)(*arguments[:place], wrong, *arguments[place + 1 :])
+    for place, x in places_of(arguments).items():
+        for wrong in misfits(x, any_strides=name in ("forward", "backward") and place in ((6,), (7,))):
+            with pytest.raises((ValueError, TypeError)):
+                getattr(kernels, name)(*replaced(arguments, place, wrong))
 
 
 def test_the_module_cannot_be_bound_to_take_what_is_no_tensor():

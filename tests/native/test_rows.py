@@ -111,6 +111,55 @@ def test_the_gate_far_from_zero_is_open_or_shut_without_a_nan(simd):
     torch.testing.assert_close(found[1], functional.silu(gate).detach(), rtol=1e-5, atol=1e-30)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(("num_rows", "width"), [(1, 64), (1, 3), (2, 17), (3, 40), (4, 100), (5, 8), (16, 33)])
+def test_products_of_a_few_rows_are_the_matrix_products(simd, dtype, num_rows, width):
+    x = torch.randn(num_rows, width).to(dtype)
+    weights = [torch.randn(columns, width).to(dtype) for columns in (1, 7, 8, 70)]
+    with torch.no_grad():
+        results = rows.products(x, weights)
+        (gated,) = rows.products(x, weights[2:3] * 2, gated=True)
+    assert results is not None
+    for y, weight in zip(results, weights, strict=True):
+        exact = x.double() @ weight.double().T
+        # One rounding of the result, and of a sum of at most `width` terms.
+        terms = x.double().abs() @ weight.double().abs().T
+        budget = (
+            torch.finfo(dtype).eps * exact.abs()
+            + width * torch.finfo(torch.promote_types(dtype, torch.float32)).eps * terms
+        )
+        assert ((y.double() - exact).abs() <= budget).all()
+    inner = results[2].double()
+    torch.testing.assert_close(
+        gated.double(), functional.silu(inner) * inner, rtol=8 * torch.finfo(dtype).eps, atol=8 * torch.finfo(dtype).eps
+    )
+
+
+def test_a_row_has_the_same_products_in_every_batch(simd):
+    """Bit for bit, so that a sequence decodes alike whatever decodes beside it."""
+    x, weight = torch.randn(16, 100), torch.randn(45, 100)
+    with torch.no_grad():
+        (whole,) = rows.products(x, [weight])
+        for size in (1, 2, 3, 4, 7):
+            for start in range(0, 16 - size, size):
+                (part,) = rows.products(x[start : start + size], [weight])
+                assert torch.equal(part, whole[start : start + size])
+
+
+def test_products_leave_training_long_inputs_and_autocast_to_torch():
+    x, weight = torch.randn(4, 8), torch.randn(3, 8)
+    assert rows.products(x, [weight]) is None  # gradients are recorded
+    with torch.no_grad():
+        assert rows.products(torch.randn(17, 8), [weight]) is None
+        assert rows.products(x, [weight.double()]) is None
+        assert rows.products(x, [torch.randn(8, 3).T]) is None
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            assert rows.products(x, [weight]) is None
+        with rows.without_kernels():
+            assert rows.products(x, [weight]) is None
+        assert rows.products(x, [weight]) is not None
+
+
 def test_packed_sequences_do_not_see_each_other(simd):
     borders = [0, 0, 1, 4, 70, 70, 200]
     x, weight, bias = draw(1, 200, 19), draw(19, 4), draw(19)

@@ -14,7 +14,7 @@ from torch.nn import functional
 import efla.scans.api as scans
 from efla import rules
 from efla.errors import unknown_name
-from efla.layers.blocks import RMSNorm, has_hooks
+from efla.layers.blocks import RMSNorm, apply_linear, apply_linears, has_hooks
 from efla.layers.short_conv import SequenceNeighbours, ShortConvolution
 from efla.native import rows
 from efla.scans.backends import native
@@ -157,13 +157,11 @@ class LinearAttention(nn.Module):
         if record is not None:
             record(projected)
         o, new_state = self._mix(projected, mask, cu_seqlens, state, output_state, inplace_state)
-        y: Tensor = self.o_proj(o)
-        return y.view(shape), new_state
+        return apply_linear(o, self.o_proj).view(shape), new_state
 
     def project(self, x: Tensor) -> Projected:
         """The input maps of q, k, v, beta, the gate and the output gate; ``None`` for those that the layer has not."""
-        projections = (self.q_proj, self.k_proj, self.v_proj, self.b_proj, self.a_proj, self.g_proj)
-        return tuple(None if proj is None else proj(x) for proj in projections)
+        return apply_linears(x, (self.q_proj, self.k_proj, self.v_proj, self.b_proj, self.a_proj, self.g_proj))
 
     def advance(self, projected: Projected, mask: Tensor | None, state: MixerState | None) -> MixerState:
         """The state after tokens that :meth:`forward` recorded, by the same kernels; may overwrite ``state``."""

@@ -1,14 +1,48 @@
 """What every block has beside its mixer: RMSNorm and the SwiGLU feed-forward layer."""
 
+from collections.abc import Sequence
+from typing import cast
+
 import torch
 from torch import Tensor, nn
+from torch.nn.modules import module as module_hooks
 
 from efla.native import rows
 
 
 def has_hooks(module: nn.Module) -> bool:
     """Whether calling the module runs more than its forward."""
-    return bool(module._forward_hooks or module._forward_pre_hooks)
+    return bool(
+        module._forward_hooks
+        or module._forward_pre_hooks
+        or "forward" in vars(module)
+        or module_hooks._global_forward_hooks
+        or module_hooks._global_forward_pre_hooks
+    )
+
+
+def apply_linears(x: Tensor, linears: Sequence[nn.Module | None]) -> tuple[Tensor | None, ...]:
+    """linear(x) for each, and ``None`` for ``None``; all in one kernel where x is a few rows in inference.
+
+    Modules that are not plain linear maps (adapters, quantised ones, with hooks or biases) are called themselves.
+    """
+    present = [linear for linear in linears if linear is not None]
+    weights = _plain_weights(present)
+    results = None if weights is None else rows.products(x, weights)
+    found = iter([linear(x) for linear in present] if results is None else results)
+    return tuple(None if linear is None else next(found) for linear in linears)
+
+
+def apply_linear(x: Tensor, linear: nn.Module) -> Tensor:
+    """linear(x), by :func:`apply_linears`."""
+    return cast(Tensor, apply_linears(x, (linear,))[0])
+
+
+def _plain_weights(linears: Sequence[nn.Module]) -> list[Tensor] | None:
+    """The weights of plain linear maps, or ``None`` if one is anything else."""
+    if any(type(linear) is not nn.Linear or linear.bias is not None or has_hooks(linear) for linear in linears):
+        return None
+    return [cast(Tensor, linear.weight) for linear in linears]
 
 
 class RMSNorm(nn.Module):
@@ -46,8 +80,10 @@ class SwiGLU(nn.Module):
         self.down_proj = nn.Linear(intermediate_size, hidden_size, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.down_proj(rows.swiglu(self.gate_proj(x), self.up_proj(x)))
-        return y
+        weights = _plain_weights((self.gate_proj, self.up_proj))
+        gated = None if weights is None else rows.products(x, weights, gated=True)
+        inner = rows.swiglu(self.gate_proj(x), self.up_proj(x)) if gated is None else gated[0]
+        return apply_linear(inner, self.down_proj)
 
 
 def swiglu_width(hidden_size: int, multiple_of: int = 256) -> int:

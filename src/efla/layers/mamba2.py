@@ -12,7 +12,7 @@ from torch.nn import functional
 
 import efla.scans.api as scans
 from efla.layers.attention import MixerState, Projected, draw_dt_bias, draw_log_rate
-from efla.layers.blocks import RMSNorm
+from efla.layers.blocks import RMSNorm, apply_linear
 from efla.layers.short_conv import SequenceNeighbours, ShortConvolution
 
 
@@ -93,11 +93,11 @@ class Mamba2(nn.Module):
         shape = x.shape
         if cu_seqlens is not None:
             x = x.reshape(1, -1, shape[-1])
-        projected = self.in_proj(x)
+        projected = apply_linear(x, self.in_proj)
         if record is not None:
             record((projected,))
         y, new_state = self._mix(projected, mask, cu_seqlens, state, output_state)
-        out: Tensor = self.out_proj(y.to(x.dtype))
+        out = apply_linear(y.to(x.dtype), self.out_proj)
         return out.view(shape), new_state
 
     def advance(self, projected: Projected, mask: Tensor | None, state: MixerState | None) -> MixerState:

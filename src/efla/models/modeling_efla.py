@@ -22,6 +22,7 @@ from transformers.utils.generic import can_return_tuple
 from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
 from efla.layers import LinearAttention, Mamba2, RMSNorm, ShortConvolution, SoftmaxAttention, SwiGLU
+from efla.layers.blocks import apply_linear
 from efla.layers.softmax_attention import eager_attention
 from efla.models import cache as caches
 from efla.models import register_when_loaded
@@ -344,7 +345,7 @@ class EflaForCausalLM(EflaPreTrainedModel, GenerationMixin):
             )
         if targets is None or not (self.training if skip_logits is None else skip_logits):
             keep = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
-            logits = self.lm_head(hidden[:, keep])
+            logits = apply_linear(hidden[:, keep], self.lm_head)
         return CausalLMOutputWithPast(
             loss=cast(Any, loss),
             logits=logits,

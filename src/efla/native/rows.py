@@ -7,7 +7,7 @@ second derivatives use torch's operations.
 Shapes: R rows of width D; B batch, T tokens, C channels, W kernel width, N packed sequences.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, NamedTuple
@@ -21,6 +21,7 @@ from efla.phi import forward_mode
 
 _SMALL = 8192  # with fewer elements, torch's own operations are as fast
 _MAX_CONV_WIDTH = 16
+_MAX_PRODUCT_ROWS = 16  # with more rows, torch's matrix product is as fast
 _switched_off = ContextVar("row_kernels_switched_off", default=False)
 
 
@@ -77,6 +78,28 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     if not _kernels_take(gate, up):
         return _torch_swiglu(gate, up)
     return _apply(_Gate, gate, up)
+
+
+def products(x: Tensor, weights: Sequence[Tensor], *, gated: bool = False) -> list[Tensor] | None:
+    """x W^T for each weight W, for inference on a few rows, or ``None`` where the kernel does not apply or torch is as fast.
+
+    gated: the only result is silu(x W0^T) * (x W1^T). x: [..., D]; weights: [C, D]; results: [..., C].
+
+    The kernel reads all weights in one call. Its results do not depend on the number of rows.
+    """
+    width = x.shape[-1]
+    if (
+        not 0 < x.numel() <= _MAX_PRODUCT_ROWS * width
+        or torch.is_grad_enabled()
+        or torch.is_autocast_enabled("cpu")
+        or not kernels_take(x, *weights)
+        or any(w.dtype != x.dtype or not w.is_contiguous() or w.is_neg() for w in weights)
+    ):
+        return None
+    flat = _rows(x)
+    results = [flat.new_empty(flat.shape[0], w.shape[0]) for w in weights[: 1 if gated else None]]
+    kernels.products(flat, weights, results, gated, torch.get_num_threads())
+    return [y.view(*x.shape[:-1], y.shape[1]) for y in results]
 
 
 def wider(x: Tensor) -> torch.dtype:
