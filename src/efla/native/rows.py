@@ -89,10 +89,10 @@ def products(x: Tensor, weights: Sequence[Tensor], *, gated: bool = False) -> li
     """
     width = x.shape[-1]
     if (
-        not 0 < x.numel() <= _MAX_PRODUCT_ROWS * width
-        or torch.is_grad_enabled()
+        torch.is_grad_enabled()
         or torch.is_autocast_enabled("cpu")
         or not kernels_take(x, *weights)
+        or not 0 < x.numel() <= _MAX_PRODUCT_ROWS * width
         or any(w.dtype != x.dtype or not w.is_contiguous() or w.is_neg() for w in weights)
     ):
         return None
