@@ -1,4 +1,4 @@
-"""Fixed seeds and threads, and fresh allocations filled with NaN, so that nothing passes by reading stale memory."""
+"""Fixed seeds, threads and rules, and fresh allocations filled with NaN, so that nothing passes by reading stale memory."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import os
 
 import pytest
 import torch
+
+from efla import rules
 
 # Bit-identical results may depend on it: for this process and those it starts, in fixtures of modules and in every test.
 THREADS = int(os.environ.get("EFLA_TEST_THREADS", "1"))
@@ -22,5 +24,8 @@ def _reproducible():
     torch.set_num_threads(THREADS)
     torch.use_deterministic_algorithms(True, warn_only=True)
     torch.utils.deterministic.fill_uninitialized_memory = True
+    registered = dict(rules._RULES)
     yield
     torch.use_deterministic_algorithms(False)
+    rules._RULES.clear()
+    rules._RULES.update(registered)

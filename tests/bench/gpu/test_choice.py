@@ -143,7 +143,7 @@ def test_rules_that_write_what_they_erase_pass_one_tensor(rule, monkeypatch):
     """Which the backend's choice rests on; two equal tensors would take the dearer operation."""
     seen = []
     monkeypatch.setattr(
-        "efla.scans.api._run", lambda request, *_: seen.append(request) or (request.v, request.initial_state)
+        "efla.scans.api.run", lambda request, *_, **__: seen.append(request) or (request.v, request.initial_state)
     )
     q, k, v = torch.randn(3, 1, 10, 2, 4)
     beta = torch.rand(1, 10, 2)

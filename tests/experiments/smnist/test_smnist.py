@@ -237,7 +237,7 @@ def test_test2k_is_every_fifth_image_and_subsets_of_training_images_are_fixed() 
     assert len(data.train_y) == 200
     longer = Data.of(mnist, dataclasses.replace(QUICK, train_images=300))
     assert torch.equal(longer.train_x[:200], data.train_x)
-    with pytest.raises(ValueError, match="between the batch, 128, and the 500"):
+    with pytest.raises(ValueError, match="between the batch size, 128, and the 500"):
         Data.of(mnist, dataclasses.replace(QUICK, train_images=501))
 
 
@@ -345,7 +345,7 @@ def test_figures_and_summaries_come_from_rows_alone(tiny_run: tuple[Path, list[R
         files = experiment.plot(rows, tmp_path)
         assert {file.suffix for file in files} == {".png", ".svg"}
         text = experiment.text_summary(rows)
-        assert "exact-flow" in text
+        assert "EFLA" in text
         assert "MNIST (idx files): 40 training and 20 test images" in text
 
 
