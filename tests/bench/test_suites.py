@@ -37,8 +37,11 @@ SMALL = {
     ),
     "models": Small(
         models,
-        {"PREFILL_LENGTH": 16, "CONTEXTS": (20, 40), "HIDDEN": 64, "MLP": 96},
-        {"transformers Qwen3.5", "efla after 20", "softmax after 40"},
+        {
+            **{"PREFILL_LENGTH": 16, "CONTEXTS": (20, 40), "HIDDEN": 64, "MLP": 96},
+            **{"SIZES": {"efla 4x64": None}, "PROMPT": 16},
+        },
+        {"transformers Qwen3.5", "efla after 20", "softmax after 40", models.MODEL, models.FLOOR},
         ("as the formula says",),
     ),
     "train": Small(
@@ -121,7 +124,8 @@ def test_rows_are_not_replaced_in_silence_and_lengths_can_be_plotted(bench, tmp_
 
 
 @pytest.mark.parametrize(
-    ("what", "suite", "known"), [("models", "thruput", "throughput, contexts"), ("mad", "steps", "step, scan")]
+    ("what", "suite", "known"),
+    [("models", "thruput", "throughput, contexts, decode, prefill, step"), ("mad", "steps", "step, scan")],
 )
 def test_an_unknown_suite_is_named(what, suite, known, capsys):
     assert cli.main(["bench", what, "--suite", suite]) == 1

@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from torch.nn import functional
 
 import efla
 from efla.bench import Suite
@@ -17,6 +18,17 @@ CONTEXTS = (1_000, 100_000)
 PREFILL_CHUNK = 4096
 TRANSFORMERS = "transformers Qwen3.5"
 ACCELERATED = "the same, accelerate_cpu"
+# Sizes that are compared with their own matrix products: name -> preset, or none for ``efla_model`` of the rule named first.
+SIZES = {
+    "efla-tiny": "efla-tiny",
+    "efla 4x512": None,
+    "gated_efla 4x512": None,
+    "efla-340m": "efla-340m",
+    "gated-efla-340m": "gated-efla-340m",
+}
+BATCHES = (1, 8)
+PROMPT = 512
+MODEL, FLOOR = "model", "its products"
 
 
 def random_model(**fields: Any) -> Any:
@@ -100,7 +112,66 @@ def contexts(threads: int, rounds: int) -> Iterator[list[Measurement]]:
         yield compare(work, contenders, threads=threads, rounds=3 * rounds)
 
 
-SUITES: dict[str, Suite] = {"throughput": throughput, "contexts": contexts}
+def decode(threads: int, rounds: int) -> Iterator[list[Measurement]]:
+    """One decoded token against the model's own matrix products (``F.linear`` at the same shapes)."""
+    for size, model in _sized_models():
+        for batch in BATCHES:
+            tokens = torch.randint(model.config.vocab_size, (batch, PROMPT), generator=torch.Generator().manual_seed(0))
+            with torch.inference_mode():
+                cache = model(tokens, use_cache=True, logits_to_keep=1).past_key_values
+            calls = {MODEL: _decode_call(model, cache, batch), FLOOR: _products(model, batch, batch)}
+            contenders = [Contender(name, torch.inference_mode()(call)) for name, call in calls.items()]
+            yield compare(f"decode batch {batch}, {size}", contenders, threads=threads, rounds=3 * rounds, items=batch)
+
+
+def prefill(threads: int, rounds: int) -> Iterator[list[Measurement]]:
+    """A prompt against the model's own matrix products."""
+    for size, model in _sized_models():
+        tokens = torch.randint(model.config.vocab_size, (1, PROMPT), generator=torch.Generator().manual_seed(0))
+        calls = {MODEL: _prefill_call(model, tokens), FLOOR: _products(model, PROMPT, 1)}
+        contenders = [Contender(name, torch.inference_mode()(call)) for name, call in calls.items()]
+        yield compare(f"prefill {PROMPT}, {size}", contenders, threads=threads, rounds=rounds, items=PROMPT)
+
+
+def step(threads: int, rounds: int) -> Iterator[list[Measurement]]:
+    """A training step against the model's own matrix products: one forward and two backward per weight."""
+    for size, model in _sized_models():
+        tokens = torch.randint(model.config.vocab_size, (1, PROMPT), generator=torch.Generator().manual_seed(0))
+        calls = {MODEL: _training_call(model, tokens), FLOOR: _products(model, PROMPT, PROMPT, backward=True)}
+        contenders = [Contender(name, call) for name, call in calls.items()]
+        yield compare(f"training step {PROMPT}, {size}", contenders, threads=threads, rounds=rounds, items=PROMPT)
+
+
+def _sized_models() -> Iterator[tuple[str, Any]]:
+    """Randomly initialised models of ``SIZES``, one after another."""
+    for size, preset in SIZES.items():
+        torch.manual_seed(0)
+        yield size, efla.EflaForCausalLM(efla.presets.get(preset)).eval() if preset else efla_model(size.split()[0])
+
+
+def _products(model: Any, rows: int, head_rows: int, *, backward: bool = False) -> Callable[[], object]:
+    """All linear maps of the model on that many rows, and nothing else."""
+    head = model.get_output_embeddings()
+    maps = [module for module in model.modules() if isinstance(module, torch.nn.Linear)]
+    work = [(torch.randn(head_rows if m is head else rows, m.in_features), m.weight.detach()) for m in maps]
+
+    def call() -> None:
+        for x, weight in work:
+            y = functional.linear(x, weight)
+            if backward:
+                y @ weight
+                y.T @ x
+
+    return call
+
+
+SUITES: dict[str, Suite] = {
+    "throughput": throughput,
+    "contexts": contexts,
+    "decode": decode,
+    "prefill": prefill,
+    "step": step,
+}
 
 
 def _prefill_call(model: Any, tokens: torch.Tensor) -> Callable[[], object]:
@@ -124,8 +195,8 @@ def _training_call(model: Any, tokens: torch.Tensor) -> Callable[[], object]:
     return training_step(model, optimizer, lambda: model(tokens, labels=tokens, use_cache=False).loss)
 
 
-def _decode_call(model: Any, cache: Any) -> Callable[[], object]:
-    token = torch.tensor([[7]])
+def _decode_call(model: Any, cache: Any, batch: int = 1) -> Callable[[], object]:
+    token = torch.full((batch, 1), 7)
     return lambda: model(token, past_key_values=cache, use_cache=True)
 
 
