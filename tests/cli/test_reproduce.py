@@ -107,7 +107,7 @@ def test_an_unknown_experiment_offers_the_nearest() -> None:
 
 
 def test_the_example_of_the_documentation_runs(tmp_path: Path) -> None:
-    page = (Path(__file__).parents[2] / "docs" / "experiments.md").read_text()
+    page = (Path(__file__).parents[2] / "docs" / "howto" / "experiments.md").read_text()
     (code,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
     done = run_fresh(code, cwd=tmp_path)
     assert done.returncode == 0, done.stderr

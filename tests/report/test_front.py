@@ -113,7 +113,7 @@ def test_the_costs_on_the_papers_page_are_those_of_the_recipes() -> None:
     from efla.train import recipes
     from efla.train.estimate import Machines, estimate
 
-    page = (DOCS / "paper.md").read_text()
+    page = (DOCS / "results" / "paper.md").read_text()
     names = {
         "EFLA or DeltaNet, 340M": ("efla-340m", "deltanet-340m"),
         "Gated EFLA or Gated DeltaNet, 340M": ("gated-efla-340m", "gated-deltanet-340m"),
@@ -135,8 +135,8 @@ def test_the_costs_on_the_papers_page_are_those_of_the_recipes() -> None:
 
 
 def test_the_page_of_claims_is_what_its_rows_say(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make it again with the command it names: efla report RESULTS --markdown docs/claims.md."""
-    page = (DOCS / "claims.md").read_text()
+    """Make it again with the command it names: efla report RESULTS --markdown docs/results/claims.md."""
+    page = (DOCS / "results" / "claims.md").read_text()
     (folders,) = re.findall(r"`efla report (.*?) --markdown FILE`", page)
     monkeypatch.chdir(DOCS.parent)
     sections = [section for folder in folders.split() for section in sections_of(Path(folder))]

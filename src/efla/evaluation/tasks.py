@@ -1,8 +1,8 @@
 """The tasks of lm-evaluation-harness, with the paper's ten read from local files where a data folder is given.
 
 Prompts, choices and metrics are the harness's; only the source of the records changes. The data folder (``--data`` or
-``EFLA_DATA``) holds ``eval/``, ``lambada/`` and ``wikitext-2/``; docs/evaluation.md lists the files. Each may be compressed:
-NAME, NAME.xz or NAME.gz.
+``EFLA_DATA``) holds ``eval/``, ``lambada/`` and ``wikitext-2/``; docs/howto/evaluation.md lists the files. Each may be
+compressed: NAME, NAME.xz or NAME.gz.
 """
 
 import logging

@@ -90,7 +90,7 @@ class ScanGradients(NamedTuple):
 
 
 class Backend(Protocol):
-    """One implementation of the recurrence; see docs/backends.md for how to add one."""
+    """One implementation of the recurrence; see docs/explanation/backends.md for how to add one."""
 
     name: str
     own_autograd: bool

@@ -91,7 +91,7 @@ def test_unknown_profiles_and_rules_are_errors_that_offer_the_nearest(tmp_path: 
 def test_the_table_of_the_documentation_is_that_of_the_committed_rows() -> None:
     root = Path(__file__).parents[3]
     lines = table(read_rows(root / "results" / "exactness-full"))
-    page = (root / "docs" / "exactness.md").read_text()
+    page = (root / "docs" / "results" / "exactness.md").read_text()
     assert len(lines) == len(RULES)
     for line in lines:
         assert "| " + " | ".join(line.values()) + " |" in page

@@ -195,7 +195,7 @@ def test_arms_are_compared_on_the_same_images() -> None:
 
 def test_the_tables_of_the_documentation_are_those_of_the_committed_rows() -> None:
     root = Path(__file__).parents[3]
-    rows, page = read_rows(root / "results" / "smnist-full"), (root / "docs" / "smnist.md").read_text()
+    rows, page = read_rows(root / "results" / "smnist-full"), (root / "docs" / "results" / "smnist.md").read_text()
     for at in conditions_of(rows):
         for arm in arms_of(Rows(rows).where(row="level", **at._asdict())):
             runs = runs_of(rows, at, arm)

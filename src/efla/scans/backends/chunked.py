@@ -9,7 +9,7 @@ Inside a chunk of C tokens, with G the cumulative log_decay and D_ij = exp(G_i -
     S1 = e^{G_C} S0 + (diag(e^{G_C - G}) K)^T X           the only loop, over chunks
 
 The backward pass keeps S0 of every chunk and recomputes the rest. Chunks are processed in groups of bounded size, so
-no temporary grows with the length. Derivation: docs/derivations.md, sections 5 and 6.
+no temporary grows with the length. Derivation: docs/explanation/derivations.md, sections 5 and 6.
 
 Shapes: M chunks of a group, H value heads, C tokens, K and V widths.
 """
@@ -101,7 +101,7 @@ def forward(request: ScanRequest, save: bool, in_place: bool = False) -> ScanRes
 
 
 def backward(request: ScanRequest, saved: Tensor, grad_o: Tensor, grad_final_state: Tensor | None) -> ScanGradients:
-    """Adjoint of :func:`forward`, groups in reverse (docs/derivations.md, section 6)."""
+    """Adjoint of :func:`forward`, groups in reverse (docs/explanation/derivations.md, section 6)."""
     plan = _plan(request)
     grads = _GradientBuffers(request)
     states = saved.view(-1, request.num_value_heads, request.k.shape[3], request.v.shape[3])

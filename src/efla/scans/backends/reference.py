@@ -89,7 +89,7 @@ def _recall(state: Tensor, k: Tensor) -> Tensor:
 
 
 def backward(request: ScanRequest, saved: Tensor, grad_o: Tensor, grad_final_state: Tensor | None) -> ScanGradients:
-    """The adjoint recurrence (docs/derivations.md, section 6), for callers that cannot use autograd, as under torch.compile."""
+    """The adjoint recurrence (docs/explanation/derivations.md, section 6), for torch.compile, where autograd cannot be used."""
     q, k, v, log_decay, erase, write = _widen(request)
     grad_o = request.scale * grad_o.to(v.dtype)
     d_q, d_k, d_v = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)

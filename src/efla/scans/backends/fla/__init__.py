@@ -6,7 +6,7 @@
     erase != write                chunk_comba                   p = exp(log_decay) erase k,  v' = write v,  beta = 1
 
 Short sequences that are not differentiated use the recurrent form of the same operation, which computes in float32
-throughout. :mod:`.operations` chooses and calls the operation; docs/gpu.md says what has been verified. Neither triton nor
+throughout. :mod:`.operations` chooses and calls the operation; docs/howto/gpu.md says what has been verified. Neither triton nor
 flash-linear-attention is imported before the first call.
 
 Outside torch.compile, the operations' own autograd formulas compute the backward pass. Under torch.compile the scan is one
