@@ -50,19 +50,21 @@ test-onnx: setup
 	.venv-onnx/bin/python -m pip install --quiet numpy 'onnxruntime==1.25.1'
 	EFLA_ONNX_PYTHON=$(abspath .venv-onnx)/bin/python $(BIN)/python -m pytest tests/test_onnx.py
 
-# What one CPU can show of the others: the instruction sets of our kernels, of torch, MKL and oneDNN, four threads (make test has
-# one), and two busy loops beside all tests. The settings change no more than arithmetic, so they skip what computes nothing: pages
-# and their charts, data files, commands, and the GPU backend. The loops end with the shell, however it ends.
-PORTABLE := EFLA_SIMD=baseline ATEN_CPU_CAPABILITY=default ATEN_CPU_CAPABILITY=avx2 MKL_CBWR=COMPATIBLE \
-	ONEDNN_MAX_CPU_ISA=SSE41 EFLA_TEST_THREADS=4
+# What one CPU can show of the others: first the plainest instruction set of our kernels, torch, MKL and oneDNN at once (they do not
+# share code, so each setting counts), then torch's AVX2 kernels with four threads (make test has one), then two busy loops
+# beside all tests. The first two change only arithmetic, so they skip tests without any: pages and charts, data files, commands,
+# the GPU backend. The loops end with the shell. One setting alone: make test-portable PORTABLE=MKL_CBWR=COMPATIBLE.
+PLAINEST := EFLA_SIMD=baseline,ATEN_CPU_CAPABILITY=default,MKL_CBWR=COMPATIBLE,ONEDNN_MAX_CPU_ISA=SSE41
+PORTABLE := $(PLAINEST) ATEN_CPU_CAPABILITY=avx2,EFLA_TEST_THREADS=4
 COMPUTES_NOTHING := tests/report tests/data tests/bench tests/runs tests/cli tests/test_docs.py tests/test_import.py \
 	tests/native/test_allocator.py tests/train/test_recipes.py tests/experiments/test_runner.py \
 	tests/experiments/test_display.py $(wildcard tests/experiments/mad/test_[grs]*.py)
 
 test-portable: setup
-	@for setting in $(PORTABLE); do \
-		echo "== $$setting"; \
-		env $$setting $(PYTEST) -q $(COMPUTES_NOTHING:%=--ignore=%) || { echo "make $@: failed with $$setting" >&2; exit 1; }; \
+	@for settings in $(PORTABLE); do \
+		echo "== $$settings"; \
+		env $$(echo $$settings | tr , ' ') $(PYTEST) -q $(COMPUTES_NOTHING:%=--ignore=%) \
+			|| { echo "make $@: failed with $$settings" >&2; exit 1; }; \
 	done
 	@echo "== two busy loops"; for loop in 1 2; do while kill -0 $$$$ 2>/dev/null; do :; done & done; \
 		$(PYTEST) -q || { echo "make $@: failed beside two busy loops" >&2; exit 1; }
