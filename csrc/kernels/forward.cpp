@@ -60,8 +60,8 @@ EFLA_INLINE SweepPrefetch prefetch_share(const Problem& p, const SweepPrefetch& 
   return share;
 }
 
-// One value head over one block, all columns of the task. Slices run in pairs: while one waits for its triangular solve,
-// the other reads or writes.
+// One value head over one block, all columns of the task. With 32 registers slices run in pairs: while one waits for its
+// triangular solve, the other reads or writes. With 16, the sweep of the queries fills that time (quad.h).
 template <class E, bool erases>
 inline void run_head_block(const Problem& p, const Plan& plan, const Task& task, const HeadBlock& now,
                            const HeadBlock& next, const ForwardScratch<Compute<E>>& s, Compute<E>* S) {
@@ -93,8 +93,9 @@ inline void run_head_block(const Problem& p, const Plan& plan, const Task& task,
   auto write = [&](int slice, int t, const T* u) {
     write_quad<T, N>(s.keys, s.scalars, t, p.K, u, state(slice), state(slice));
   };
-  for (int slice = 0; slice < slices; slice += 2) {
-    const bool pair = slice + 1 < slices;
+  constexpr int together = EFLA_WIDE_REGISTERS ? 2 : 1;
+  for (int slice = 0; slice < slices; slice += together) {
+    const bool pair = together == 2 && slice + 1 < slices;
     for (int t = 0; t < now.count; t += kQuad) {
       read(slice, t, pending[0]);
       if (pair && t) write(slice + 1, t - kQuad, pending[1]);

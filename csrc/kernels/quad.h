@@ -1,7 +1,8 @@
 // The inner loops of every scan: 4 tokens (a quad) and one slice of columns of S. Compiled for AVX-512, AVX2 and portable
 // vectors; simd.h sets the vector width.
 //
-//     sweep    k_t^T S0 and q_t^T S0 for the four tokens: each row of S is loaded once for 8 products (sweep_row)
+//     sweep    k_t^T S0 and q_t^T S0 for the four tokens (sweep_row): with 32 registers in one sweep, with 16 in two, of
+//              4 x 2 accumulators each, so that 8 products need 6 loads
 //     solve    the 4 x 4 triangular system of tokens.h, columns in the lanes
 //     update   S = g S0 + sum_t (D_3t u_t) k_t^T
 #pragma once
@@ -10,8 +11,11 @@
 
 namespace efla::EFLA_ISA {
 
-// Width of a slice in vectors. Each vector needs 8 accumulators, so the number of registers limits it.
-constexpr int kSweepVectors = EFLA_WIDE_REGISTERS ? 2 : 1;
+// Width of a slice in vectors.
+constexpr int kSweepVectors = 2;
+
+// Rows of S that one step of the update handles. 32 registers hold u of the whole quad; with 16, each load of u serves 4 rows.
+constexpr int kUpdateRows = EFLA_WIDE_REGISTERS ? 1 : 4;
 
 template <class T, int N> using QuadVectors = Vec<T>[kQuad][N];
 
@@ -42,8 +46,12 @@ EFLA_INLINE void sweep_row(const T* k, const T* q, const T* S, int j, QuadVector
 template <class T, int N, bool keys, bool queries>
 EFLA_INLINE void sweep(const T* k, const T* q, const T* S, int rows, QuadVectors<T, N>& ks, QuadVectors<T, N>& qs,
                        const SweepPrefetch& prefetch) {
-  EFLA_UNROLL_FOR (int i = 0; i < kQuad; ++i)
-    EFLA_UNROLL_FOR (int n = 0; n < N; ++n) ks[i][n] = qs[i][n] = Vec<T>{};
+  EFLA_UNROLL_FOR (int i = 0; i < kQuad; ++i) {
+    EFLA_UNROLL_FOR (int n = 0; n < N; ++n) {
+      if constexpr (keys) ks[i][n] = Vec<T>{};
+      if constexpr (queries) qs[i][n] = Vec<T>{};
+    }
+  }
   if constexpr (!keys && !queries) return;
   int j = 0;
   for (int line = 0; line < prefetch.lines; ++line) {
@@ -60,22 +68,33 @@ EFLA_INLINE void sweep(const T* k, const T* q, const T* S, int rows, QuadVectors
   for (; j < rows; ++j) sweep_row<T, N, keys, queries>(k, q, S, j, ks, qs);
 }
 
+// Rows [j, j + R) of the state after the quad.
+template <class T, int N, int R, bool decay>
+EFLA_INLINE void update_rows(const T* k, const QuadVectors<T, N>& u, Vec<T> g, const T* from, T* to, int j) {
+  Vec<T> s[R][N];
+  EFLA_UNROLL_FOR (int r = 0; r < R; ++r) {
+    EFLA_UNROLL_FOR (int n = 0; n < N; ++n) {
+      s[r][n] = load(from + (j + r) * kPanel + n * kLanes<T>);
+      if constexpr (decay) s[r][n] = rounded(s[r][n] * g);
+    }
+  }
+  EFLA_UNROLL_FOR (int i = 0; i < kQuad; ++i) {
+    EFLA_UNROLL_FOR (int r = 0; r < R; ++r) {
+      Vec<T> b = splat<T>(k[i * kRow<T> + j + r]);
+      EFLA_UNROLL_FOR (int n = 0; n < N; ++n) s[r][n] += b * u[i][n];
+    }
+  }
+  EFLA_UNROLL_FOR (int r = 0; r < R; ++r)
+    EFLA_UNROLL_FOR (int n = 0; n < N; ++n) store(to + (j + r) * kPanel + n * kLanes<T>, s[r][n]);
+}
+
 template <class T, int N, bool decay>
 EFLA_INLINE void update(const T* k, const QuadVectors<T, N>& u, T g, const T* from, T* to, int rows) {
-  Vec<T> gv = splat<T>(g);
+  const Vec<T> gv = splat<T>(g);
+  int j = 0;
 #pragma GCC unroll 2
-  for (int j = 0; j < rows; ++j) {
-    Vec<T> s[N];
-    EFLA_UNROLL_FOR (int n = 0; n < N; ++n) {
-      s[n] = load(from + j * kPanel + n * kLanes<T>);
-      if constexpr (decay) s[n] = rounded(s[n] * gv);
-    }
-    EFLA_UNROLL_FOR (int i = 0; i < kQuad; ++i) {
-      Vec<T> b = splat<T>(k[i * kRow<T> + j]);
-      EFLA_UNROLL_FOR (int n = 0; n < N; ++n) s[n] += b * u[i][n];
-    }
-    EFLA_UNROLL_FOR (int n = 0; n < N; ++n) store(to + j * kPanel + n * kLanes<T>, s[n]);
-  }
+  for (; j + kUpdateRows <= rows; j += kUpdateRows) update_rows<T, N, kUpdateRows, decay>(k, u, gv, from, to, j);
+  for (; kUpdateRows > 1 && j < rows; ++j) update_rows<T, N, 1, decay>(k, u, gv, from, to, j);
 }
 
 // The reading half of a quad on a slice of N vectors: computes the outputs, and stores u (times its decay to the end of the
@@ -89,7 +108,8 @@ EFLA_INLINE void read_quad(const KeyTile<Compute<E>>& keys, const ScalarTile<Com
   using T = Compute<E>;
   const T *k = keys.k + t * kRow<T>, *q = keys.q + t * kRow<T>;
   QuadVectors<T, N> ks, qs, u;
-  sweep<T, N, erases, queries>(k, q, from, rows, ks, qs, prefetch);
+  constexpr bool together = EFLA_WIDE_REGISTERS;
+  sweep<T, N, erases, together && queries>(k, q, from, rows, ks, qs, prefetch);
   EFLA_UNROLL_FOR (int i = 0; i < kQuad; ++i) {
     EFLA_UNROLL_FOR (int n = 0; n < N; ++n) {
       const int left = valid - n * kLanes<T>;
@@ -107,6 +127,7 @@ EFLA_INLINE void read_quad(const KeyTile<Compute<E>>& keys, const ScalarTile<Com
       store(pending + (i * N + n) * kLanes<T>, s.to_end[t + i] * u[i][n]);
     }
   }
+  if constexpr (!together) sweep<T, N, false, queries>(k, q, from, rows, ks, qs, erases ? SweepPrefetch{} : prefetch);
   EFLA_UNROLL_FOR (int i = 0; i < kQuad; ++i) {
     EFLA_UNROLL_FOR (int n = 0; n < N; ++n) {
       if constexpr (!queries) {
