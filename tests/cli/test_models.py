@@ -99,6 +99,18 @@ def test_a_conversation_goes_on_from_a_file(byte_model, tmp_path, capsys):
     assert (tmp_path / "state").read_bytes() == before
 
 
+@pytest.mark.parametrize("weights", ["float16", "int8"])
+def test_generate_with_smaller_weights_keeps_a_state_of_its_own(byte_model, tmp_path, capsys, weights):
+    options = ("--prompt", "Hello", "--max-new-tokens", 6, "--temperature", 0, "--state", tmp_path / "state")
+    for _ in range(2):
+        assert run(generate, byte_model, *options, "--weights", weights) == 0
+        assert capsys.readouterr().out.startswith("Hello")
+    with pytest.raises(ValueError, match="other weights"):
+        run(generate, byte_model, *options)
+    with pytest.raises(ValueError, match="--dtype would do nothing with --weights"):
+        run(generate, byte_model, *options, "--weights", weights, "--dtype", "float32")
+
+
 def test_sampling_follows_the_seed(byte_model, capsys):
     texts = []
     for seed in (1, 1, 2):

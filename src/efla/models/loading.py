@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+import logging
+import platform
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,6 +20,7 @@ if TYPE_CHECKING:
 
     from efla.models.configuration_efla import EflaConfig
 
+_logger = logging.getLogger("efla")
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "tekken.json")
 
 
@@ -136,15 +139,25 @@ def load_model(
     max_length: int | None = None,
     device: str = "cpu",
     dtype: str = "auto",
+    weights: str | None = None,
 ) -> Loaded:
     """A causal language model, ours or any of transformers, from safetensors only.
 
     source: as in :func:`find_model`. tokenizer: a folder, a name on the hub or "bytes"; default the model's own.
     device: as in :func:`choose_device`. max_length: default the config's ``max_position_embeddings``, else 2,048.
+    dtype: "auto" is the checkpoint's, or float32 on a CPU that computes faster in it.
+    weights: "float16" or "int8" for the linear maps, as in :class:`efla.models.quantization.CpuWeightsConfig`.
     """
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    chosen_device = choose_device(device)
+    chosen_device = choose_device("cpu" if weights and device == "auto" else device)
+    options: dict[str, Any] = {"dtype": dtype}
+    if weights is not None:
+        if chosen_device.type != "cpu":
+            raise ValueError(f"--weights {weights} runs on the CPU only, got --device {device}; leave one of them out")
+        from efla.models.quantization import CpuWeightsConfig
+
+        options = {"quantization_config": CpuWeightsConfig(weights)}
     if source in presets.names():
         raise ValueError(f"{source!r} is a preset without weights; train it first: efla train --help")
     name = name or source
@@ -161,9 +174,13 @@ def load_model(
     chosen = _load_tokenizer(source, config, tokenizer)
     try:
         with without_progress_bars():
-            model: Any = AutoModelForCausalLM.from_pretrained(source, dtype=dtype, use_safetensors=True)
+            model: Any = AutoModelForCausalLM.from_pretrained(source, use_safetensors=True, **options)
     except Exception as error:
         raise ValueError(f"the model {source!r} could not be loaded: {_line(error)}") from error
+    if dtype == "auto" and chosen_device.type == "cpu" and _is_slow_on_cpu(model.dtype):
+        narrow = str(model.dtype).removeprefix("torch.")
+        _logger.warning("%s is %s, which this CPU has no instructions for; it runs in float32", name, narrow)
+        model.float()
     model.to(chosen_device).eval()
     limit = getattr(config.get_text_config(), "max_position_embeddings", None) or 2048
     return Loaded(name, model, chosen, int(max_length or limit), source)
@@ -181,6 +198,17 @@ def without_progress_bars() -> Iterator[None]:
     finally:
         if had_bars:
             logging.enable_progress_bar()
+
+
+def _is_slow_on_cpu(dtype: torch.dtype) -> bool:
+    """Whether products of this dtype are slower than those of float32 here: up to 8 times without instructions for them."""
+    import torch
+
+    if dtype == torch.bfloat16:
+        if platform.machine() in ("x86_64", "AMD64"):
+            return not torch.cpu._is_avx512_bf16_supported()
+        return not torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    return dtype == torch.float16 and not torch.ops.mkldnn._is_mkldnn_fp16_supported()
 
 
 def _load_tokenizer(source: str, config: Any, tokenizer: str | None) -> Any:
