@@ -4,11 +4,10 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch.nn import functional
 
 import efla
-from efla.bench import Suite
-from efla.integrations.transformers import accelerate_cpu
+from efla.bench import Suite, qwen
+from efla.bench.qwen import ACCELERATED, FLOOR, TRANSFORMERS, accelerated, products
 from efla.models.accounting import state_bytes
 from efla.runs.timing import Contender, Measurement, compare, training_step
 
@@ -16,8 +15,6 @@ HIDDEN, LAYERS, HEADS, MLP, VOCABULARY = 512, 4, 4, 1536, 1024
 PREFILL_LENGTH = 2048
 CONTEXTS = (1_000, 100_000)
 PREFILL_CHUNK = 4096
-TRANSFORMERS = "transformers Qwen3.5"
-ACCELERATED = "the same, accelerate_cpu"
 # Sizes that are compared with their own matrix products: name -> preset, or none for ``efla_model`` of the rule named first.
 SIZES = {
     "efla-tiny": "efla-tiny",
@@ -28,7 +25,7 @@ SIZES = {
 }
 BATCHES = (1, 8)
 PROMPT = 512
-MODEL, FLOOR = "model", "its products"
+MODEL = "model"
 
 
 def random_model(**fields: Any) -> Any:
@@ -93,7 +90,7 @@ def throughput(threads: int, rounds: int) -> Iterator[list[Measurement]]:
     size = f"B1 T{PREFILL_LENGTH}, {LAYERS} layers of {HIDDEN} (parameters: {parameter_counts(models)})"
     for work, make_call in (("prefill", _prefill_call), ("training step", _training_call)):
         calls = {name: make_call(model, tokens) for name, model in models.items()}
-        calls[ACCELERATED] = _accelerated(calls[TRANSFORMERS])
+        calls[ACCELERATED] = accelerated(calls[TRANSFORMERS])
         contenders = [Contender(name, call) for name, call in calls.items()]
         yield compare(f"{work} {size}", contenders, threads=threads, rounds=rounds)
 
@@ -119,7 +116,7 @@ def decode(threads: int, rounds: int) -> Iterator[list[Measurement]]:
             tokens = torch.randint(model.config.vocab_size, (batch, PROMPT), generator=torch.Generator().manual_seed(0))
             with torch.inference_mode():
                 cache = model(tokens, use_cache=True, logits_to_keep=1).past_key_values
-            calls = {MODEL: _decode_call(model, cache, batch), FLOOR: _products(model, batch, batch)}
+            calls = {MODEL: _decode_call(model, cache, batch), FLOOR: products(model, batch, batch)}
             contenders = [Contender(name, torch.inference_mode()(call)) for name, call in calls.items()]
             yield compare(f"decode batch {batch}, {size}", contenders, threads=threads, rounds=3 * rounds, items=batch)
 
@@ -128,7 +125,7 @@ def prefill(threads: int, rounds: int) -> Iterator[list[Measurement]]:
     """A prompt against the model's own matrix products."""
     for size, model in _sized_models():
         tokens = torch.randint(model.config.vocab_size, (1, PROMPT), generator=torch.Generator().manual_seed(0))
-        calls = {MODEL: _prefill_call(model, tokens), FLOOR: _products(model, PROMPT, 1)}
+        calls = {MODEL: _prefill_call(model, tokens), FLOOR: products(model, PROMPT, 1)}
         contenders = [Contender(name, torch.inference_mode()(call)) for name, call in calls.items()]
         yield compare(f"prefill {PROMPT}, {size}", contenders, threads=threads, rounds=rounds, items=PROMPT)
 
@@ -137,7 +134,7 @@ def step(threads: int, rounds: int) -> Iterator[list[Measurement]]:
     """A training step against the model's own matrix products: one forward and two backward per weight."""
     for size, model in _sized_models():
         tokens = torch.randint(model.config.vocab_size, (1, PROMPT), generator=torch.Generator().manual_seed(0))
-        calls = {MODEL: _training_call(model, tokens), FLOOR: _products(model, PROMPT, PROMPT, backward=True)}
+        calls = {MODEL: _training_call(model, tokens), FLOOR: products(model, PROMPT, PROMPT, backward=True)}
         contenders = [Contender(name, call) for name, call in calls.items()]
         yield compare(f"training step {PROMPT}, {size}", contenders, threads=threads, rounds=rounds, items=PROMPT)
 
@@ -149,28 +146,13 @@ def _sized_models() -> Iterator[tuple[str, Any]]:
         yield size, efla.EflaForCausalLM(efla.presets.get(preset)).eval() if preset else efla_model(size.split()[0])
 
 
-def _products(model: Any, rows: int, head_rows: int, *, backward: bool = False) -> Callable[[], object]:
-    """All linear maps of the model on that many rows, and nothing else."""
-    head = model.get_output_embeddings()
-    maps = [module for module in model.modules() if isinstance(module, torch.nn.Linear)]
-    work = [(torch.randn(head_rows if m is head else rows, m.in_features), m.weight.detach()) for m in maps]
-
-    def call() -> None:
-        for x, weight in work:
-            y = functional.linear(x, weight)
-            if backward:
-                y @ weight
-                y.T @ x
-
-    return call
-
-
 SUITES: dict[str, Suite] = {
     "throughput": throughput,
     "contexts": contexts,
     "decode": decode,
     "prefill": prefill,
     "step": step,
+    **qwen.SUITES,
 }
 
 
@@ -180,14 +162,6 @@ def _prefill_call(model: Any, tokens: torch.Tensor) -> Callable[[], object]:
         return model(tokens, use_cache=False, logits_to_keep=1)  # transformers refuses a cache of linear layers alone
 
     return call
-
-
-def _accelerated(call: Callable[[], object]) -> Callable[[], object]:
-    def accelerated() -> object:
-        with accelerate_cpu():
-            return call()
-
-    return accelerated
 
 
 def _training_call(model: Any, tokens: torch.Tensor) -> Callable[[], object]:

@@ -3,11 +3,15 @@
     from efla.integrations.transformers import accelerate_cpu
     accelerate_cpu()                     # or: with accelerate_cpu(): ...
 
-On a CPU these models fall back to slow plain-torch functions. The layers look the functions up in their module at every
-call; :func:`accelerate_cpu` replaces them by functions that run ``native`` for CPU tensors and call the original otherwise.
+    from efla.integrations.transformers import register
+    register()                           # needs the kernels package; then model.set_use_kernels(True) or use_kernels=True
+
+On a CPU these models fall back to slow plain-torch functions. :func:`accelerate_cpu` replaces the functions, norms and
+feed-forward layers in transformers' modules: CPU tensors run on ``native``, all others take the original. :func:`register`
+offers the same functions and norms to transformers' own kernel registry, which chooses them model by model.
 
 Packed sequences (``DataCollatorWithFlattening``), which transformers rejects or mixes on a CPU, stay separate in every
-layer. ``cu_seq_lens_q``, ``seq_idx`` or ``position_ids`` say where they start.
+layer. ``cu_seq_lens_q``, ``seq_idx`` or ``position_ids`` say where they start; the registry needs ``cu_seq_lens_q``.
 """
 
 from __future__ import annotations
@@ -22,16 +26,15 @@ from types import ModuleType, TracebackType
 from typing import Any
 
 import torch
-from torch import Tensor
-from transformers.activations import ACT2FN
+from torch import Tensor, nn
+from transformers.activations import ACT2FN, SiLUActivation
 
+from efla.layers.blocks import SwiGLU
 from efla.models.inputs import boundaries_of_positions, boundaries_of_starts, find_packing, positions_of_packed
 from efla.native import rows
 from efla.scans.api import linear_attention
 from efla.scans.validation import checks_values
 
-FUNCTIONS = ("torch_chunk_gated_delta_rule", "torch_recurrent_gated_delta_rule")
-CONVOLUTION = "causal_conv1d_fn"
 _INPUTS = ("input_ids", "attention_mask", "position_ids", "past_key_values", "inputs_embeds", "use_cache")
 
 
@@ -81,9 +84,12 @@ def accelerate_cpu() -> Acceleration:
     found = False
     for module in _gated_delta_modules():
         found = True
-        for name in FUNCTIONS:
-            acceleration._replace(module, name, _rule_on_cpu)
-        acceleration._replace(module, CONVOLUTION, _convolution_on_cpu)
+        for name, function in FUNCTIONS.items():
+            acceleration._replace(module, name, functools.partial(_call_with_original, function))
+        for owner in [value for value in vars(module).values() if inspect.isclass(value)]:
+            method = _LAYERS.get(_names_used(owner))
+            if method is not None:
+                acceleration._replace(owner, "forward", functools.partial(_call_on_cpu, method))
         for model in _text_models(module):
             acceleration._replace(model, "forward", _with_packing)
     if not found:
@@ -94,6 +100,58 @@ def accelerate_cpu() -> Acceleration:
     return acceleration
 
 
+def register() -> None:
+    """Offer efla's CPU kernels to transformers' registry, for training and inference, with and without ``torch.compile``.
+
+    ``model.set_use_kernels(True)``, or ``use_kernels=True`` in ``from_pretrained``, then takes them for a model on a CPU.
+    """
+    from transformers.utils import import_utils
+
+    if not import_utils.is_kernels_available():
+        low, high = (getattr(import_utils, f"KERNELS_{end}_VERSION", None) for end in ("MIN", "MAX"))
+        raise ImportError(
+            f"transformers' registry needs the kernels package, {low} <= version < {high} for this transformers; "
+            "install it, or use accelerate_cpu(), which needs no package"
+        )
+    from kernels import Mode, register_kernel_mapping
+
+    modes = Mode.TRAINING | Mode.TORCH_COMPILE, Mode.INFERENCE | Mode.TORCH_COMPILE
+    register_kernel_mapping({name: {"cpu": dict.fromkeys(modes, repo)} for name, repo in _repositories().items()})
+
+
+class _Repository:
+    """What the registry asks for a kernel: ``load`` returns the module class whose forward is taken."""
+
+    def __init__(self, name: str, forward: Callable[..., Any]) -> None:
+        self._layer = type(name, (nn.Module,), {"forward": forward, "can_torch_compile": True, "has_backward": True})
+
+    def load(self) -> type[nn.Module]:
+        return self._layer
+
+
+@functools.cache
+def _repositories() -> dict[str, _Repository]:
+    """By the names that transformers' layers ask for."""
+    forwards: dict[str, Callable[..., Any]] = {
+        "RMSNorm": rms_norm,
+        "RMSNormZeroCentered": rms_norm_zero_centered,
+        "RMSNormGated": rms_norm_gated,
+    }
+    for name, function in FUNCTIONS.items():
+        forwards[_REGISTERED.get(name, name)] = _as_forward(function)
+    return {name: _Repository(name, forward) for name, forward in forwards.items()}
+
+
+def _as_forward(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The forward of a module that stands for a function; the original is the forward of the module's class."""
+
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return function(functools.partial(type(self).forward, self), *args, **kwargs)
+
+    forward.__signature__ = inspect.signature(function)  # type: ignore[attr-defined]
+    return forward
+
+
 @functools.cache
 def _gated_delta_modules() -> list[ModuleType]:
     """Modelling modules of transformers that define the functions, found by reading their source, then imported."""
@@ -102,8 +160,7 @@ def _gated_delta_modules() -> list[ModuleType]:
     modules = []
     for folder in transformers.models.__path__:
         for path in sorted(Path(folder).glob("*/modeling_*.py")):
-            source = path.read_text(encoding="utf-8")
-            if any(f"\ndef {name}(" in source for name in FUNCTIONS):
+            if "\ndef torch_chunk_gated_delta_rule(" in path.read_text(encoding="utf-8"):
                 modules.append(importlib.import_module(f"transformers.models.{path.parent.name}.{path.stem}"))
     return modules
 
@@ -124,75 +181,170 @@ def _runs_here(x: Tensor) -> bool:
     return x.device.type == "cpu" and not torch.compiler.is_exporting()
 
 
-def _rule_on_cpu(original: Callable[..., Any]) -> Callable[..., Any]:
-    def gated_delta_rule(
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        g: Tensor,
-        beta: Tensor,
-        *args: Any,
-        initial_state: Tensor | None = None,
-        output_final_state: bool = False,
-        use_qk_l2norm_in_kernel: bool = False,
-        cu_seqlens: Tensor | None = None,
-        **kwargs: Any,
-    ) -> tuple[Tensor, Tensor | None]:
-        if args or not _runs_here(query):
-            return original(  # type: ignore[no-any-return]
-                query,
-                key,
-                value,
-                g,
-                beta,
-                *args,
-                initial_state=initial_state,
-                output_final_state=output_final_state,
-                use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
-                cu_seqlens=cu_seqlens,
-                **kwargs,
-            )
-        inputs, shape = (query, key, value, beta, g), value.shape
-        if cu_seqlens is not None:
-            if output_final_state or initial_state is not None:
-                raise ValueError("packed sequences take no cache; pass use_cache=False and no past_key_values")
-            inputs = tuple(x.flatten(0, 1)[None] for x in inputs)  # type: ignore[assignment]
-        o, state = linear_attention(
-            *inputs,
-            rule="gated_delta",
-            initial_state=None if initial_state is None else initial_state.float(),
-            output_final_state=output_final_state,
-            qk_l2norm=use_qk_l2norm_in_kernel,
-            cu_seqlens=cu_seqlens,
-        )
-        return o.view(shape), state
-
-    return gated_delta_rule
+def _call_with_original(function: Callable[..., Any], original: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda *args, **kwargs: function(original, *args, **kwargs)
 
 
-def _convolution_on_cpu(original: Callable[..., Any]) -> Callable[..., Any]:
-    """For packed sequences, a convolution that does not reach over a boundary."""
+def _call_on_cpu(method: Callable[..., Any], original: Callable[..., Any]) -> Callable[..., Any]:
+    def forward(self: nn.Module, x: Tensor, *args: Tensor, **kwargs: Tensor) -> Any:
+        return (method if _runs_here(x) else original)(self, x, *args, **kwargs)
 
-    def causal_conv1d_fn(
-        hidden_states: Tensor,
-        weight: Tensor,
-        bias: Tensor | None = None,
-        activation: str | None = None,
-        **kwargs: Any,
-    ) -> Tensor:
-        cu_seqlens = kwargs.get("cu_seq_lens_q")
-        if cu_seqlens is None or not _runs_here(hidden_states):
-            return original(hidden_states, weight, bias, activation=activation, **kwargs)  # type: ignore[no-any-return]
-        x = hidden_states.to(weight.dtype).transpose(1, 2)  # [B, T, C]
+    return forward
+
+
+# Functions, with the signatures of transformers' own behind ``original``, which takes what does not run here.
+
+
+def chunk_gated_delta_rule(
+    original: Callable[..., Any],
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    chunk_size: int = 64,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    **kwargs: Any,
+) -> tuple[Tensor, Tensor | None]:
+    if not _runs_here(query):
+        kwargs |= {"initial_state": initial_state, "output_final_state": output_final_state, "chunk_size": chunk_size}
+        return original(query, key, value, g, beta, use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel, **kwargs)  # type: ignore[no-any-return]
+    inputs, shape, cu_seqlens = (query, key, value, beta, g), value.shape, kwargs.get("cu_seqlens")
+    if cu_seqlens is not None:
+        if output_final_state or initial_state is not None:
+            raise ValueError("packed sequences take no cache; pass use_cache=False and no past_key_values")
+        inputs = tuple(x.flatten(0, 1)[None] for x in inputs)  # type: ignore[assignment]
+    o, state = linear_attention(
+        *inputs,
+        rule="gated_delta",
+        initial_state=None if initial_state is None else initial_state.float(),
+        output_final_state=output_final_state,
+        qk_l2norm=use_qk_l2norm_in_kernel,
+        cu_seqlens=cu_seqlens,
+        # A cached token: the layer reads the cache's state and writes the new one there.
+        inplace_state=query.shape[1] == 1 and not torch.is_grad_enabled(),
+    )
+    return o.view(shape), state
+
+
+def fused_recurrent_gated_delta_rule(
+    original: Callable[..., Any],
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    **kwargs: Any,
+) -> tuple[Tensor, Tensor | None]:
+    def without_chunks(*args: Any, chunk_size: int, **kwargs: Any) -> Any:
+        return original(*args, **kwargs)
+
+    kwargs |= {"initial_state": initial_state, "output_final_state": output_final_state}
+    kwargs["use_qk_l2norm_in_kernel"] = use_qk_l2norm_in_kernel
+    return chunk_gated_delta_rule(without_chunks, query, key, value, g, beta, **kwargs)
+
+
+def causal_conv1d_fn(
+    original: Callable[..., Any],
+    hidden_states: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    activation: str | None = None,
+    **kwargs: Any,
+) -> Tensor:
+    """[B, C, T], which is a view of [B, T, C]; no window crosses a boundary in ``cu_seq_lens_q``."""
+    cu_seqlens = kwargs.get("cu_seq_lens_q")
+    if _runs_here(hidden_states):
+        x = hidden_states.to(weight.dtype).transpose(1, 2)
         is_silu = activation in ("silu", "swish")
-        arguments = x.flatten(0, 1)[None], weight, bias, None, cu_seqlens, is_silu
+        arguments = x if cu_seqlens is None else x.flatten(0, 1)[None], weight, bias, None, cu_seqlens, is_silu
         y = rows.causal_conv(*arguments)
-        y = (rows.torch_conv(*arguments) if y is None else y).view(x.shape)
-        if activation is not None and not is_silu:
-            y = ACT2FN[activation](y)
-        return y.transpose(1, 2).to(hidden_states.dtype)
+        if y is None and cu_seqlens is not None:
+            y = rows.torch_conv(*arguments)
+        if y is not None:
+            if activation is not None and not is_silu:
+                y = ACT2FN[activation](y)
+            return y.view(x.shape).transpose(1, 2).to(hidden_states.dtype)
+    return original(hidden_states, weight, bias, activation=activation, **kwargs)  # type: ignore[no-any-return]
 
-    return causal_conv1d_fn
+
+def causal_conv1d_update(
+    original: Callable[..., Any],
+    hidden_states: Tensor,
+    conv_state: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    activation: str | None = None,
+) -> Tensor:
+    """One token: [B, C, 1]. conv_state [B, C, W] takes it in place of the oldest."""
+    if not _runs_here(hidden_states) or hidden_states.shape[2] != 1 or conv_state.shape[2] != weight.shape[1]:
+        return original(hidden_states, conv_state, weight, bias, activation)  # type: ignore[no-any-return]
+    window = torch.cat([conv_state[..., 1:], hidden_states], dim=-1)
+    conv_state.copy_(window)
+    wide = rows.wider(weight)
+    y = (window.to(wide) * weight.to(wide)).sum(-1, keepdim=True)
+    y = y if bias is None else y + bias[:, None]
+    return (y if activation is None else ACT2FN[activation](y)).to(hidden_states.dtype)
+
+
+FUNCTIONS: dict[str, Callable[..., Any]] = {
+    "torch_chunk_gated_delta_rule": chunk_gated_delta_rule,
+    "torch_recurrent_gated_delta_rule": fused_recurrent_gated_delta_rule,
+    "causal_conv1d_fn": causal_conv1d_fn,
+    "causal_conv1d_update": causal_conv1d_update,
+}
+_REGISTERED = {
+    "torch_chunk_gated_delta_rule": "chunk_gated_delta_rule",
+    "torch_recurrent_gated_delta_rule": "fused_recurrent_gated_delta_rule",
+}
+
+
+# Forwards of layers, with transformers' parameters on ``self``.
+
+
+def rms_norm(self: Any, hidden_states: Tensor) -> Tensor:
+    return rows.rms_norm(hidden_states, self.weight, self.variance_epsilon)
+
+
+def rms_norm_zero_centered(self: Any, x: Tensor) -> Tensor:
+    return rows.rms_norm(x, 1.0 + self.weight.to(rows.wider(x)), self.eps)
+
+
+def rms_norm_gated(self: Any, hidden_states: Tensor, gate: Tensor) -> Tensor:
+    y = rows.rms_norm(hidden_states, self.weight, self.variance_epsilon)
+    if self.activation in ("silu", "swish") and gate.dtype == y.dtype:
+        return rows.swiglu(gate, y)
+    return (y * ACT2FN[self.activation](gate.to(rows.wider(gate)))).to(y.dtype)
+
+
+def swiglu_mlp(self: Any, x: Tensor) -> Tensor:
+    if isinstance(self.act_fn, (nn.SiLU, SiLUActivation)):
+        return SwiGLU.forward(self, x)
+    return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))  # type: ignore[no-any-return]
+
+
+_PLAIN = frozenset(["dtype", "to", "torch", "float32", "pow", "mean", "rsqrt", "variance_epsilon", "weight"])
+# By all names that the code of a layer's forward uses: a forward that does more than these is left alone.
+_LAYERS: dict[frozenset[str], Callable[..., Any]] = {
+    _PLAIN: rms_norm,
+    _PLAIN | {"ACT2FN", "activation"}: rms_norm_gated,
+    frozenset(["_norm", "float", "weight", "type_as", "torch", "rsqrt", "pow", "mean", "eps"]): rms_norm_zero_centered,
+    frozenset(["gate_proj", "up_proj", "down_proj", "act_fn"]): swiglu_mlp,
+}
+
+
+def _names_used(owner: type) -> frozenset[str]:
+    """The names in a class's own ``forward`` and in the ``_norm`` of a norm."""
+    methods = [vars(owner).get(name) for name in ("forward", "_norm")]
+    return frozenset(name for method in methods if inspect.isfunction(method) for name in method.__code__.co_names)
+
+
+# Packed sequences.
 
 
 def _with_packing(original: Callable[..., Any]) -> Callable[..., Any]:

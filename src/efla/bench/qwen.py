@@ -1,0 +1,101 @@
+"""transformers' Qwen3.5 as it is, with ``accelerate_cpu``, and its own matrix products, which bound both."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch.nn import functional
+
+from efla.bench import Suite
+from efla.integrations.transformers import accelerate_cpu
+from efla.runs.timing import Contender, Measurement, compare, training_step
+
+TRANSFORMERS, ACCELERATED, FLOOR = "transformers Qwen3.5", "the same, accelerate_cpu", "its products"
+LENGTH, VOCABULARY, HEAD_DIM = 2048, 1024, 128
+
+
+def qwen_model(width: int, layers: int, dtype: torch.dtype = torch.float32) -> Any:
+    """A randomly initialised text decoder: three layers with the gated delta rule, then one with softmax attention."""
+    from transformers.models.qwen3_5.configuration_qwen3_5 import Qwen3_5TextConfig
+    from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5ForCausalLM
+
+    counts = ("num_attention_heads", "num_key_value_heads", "linear_num_key_heads", "linear_num_value_heads")
+    widths = ("head_dim", "linear_key_head_dim", "linear_value_head_dim")
+    config = Qwen3_5TextConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=width,
+        intermediate_size=3 * width,
+        num_hidden_layers=layers,
+        layer_types=[("full" if i % 4 == 3 else "linear") + "_attention" for i in range(layers)],
+        tie_word_embeddings=False,
+        pad_token_id=None,
+        **dict.fromkeys(counts, width // HEAD_DIM),
+        **dict.fromkeys(widths, HEAD_DIM),
+    )
+    torch.manual_seed(0)
+    return Qwen3_5ForCausalLM(config).to(dtype)
+
+
+def suite(width: int, layers: int, dtype: torch.dtype, *, training: bool = True) -> Suite:
+    """Prefill and a training step at 2,048 tokens, and a decoded token, each beside the products of the same shapes."""
+
+    def measure(threads: int, rounds: int) -> Iterator[list[Measurement]]:
+        model = qwen_model(width, layers, dtype)
+        tokens = torch.randint(VOCABULARY, (1, LENGTH), generator=torch.Generator().manual_seed(0))
+        size = f"Qwen3.5 {layers} layers of {width}, {str(dtype).removeprefix('torch.')}"
+        work = {
+            "decode": (_decode(model, tokens[:, :64]), products(model, 1, 1), 5 * rounds),
+            "prefill": (lambda: model.eval()(tokens, logits_to_keep=1), products(model, LENGTH, 1), rounds),
+        }
+        if training:
+            optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+            step = training_step(model, optimizer, lambda: model(tokens, labels=tokens, use_cache=False).loss)
+            work["training step"] = step, products(model, LENGTH, LENGTH, backward=True), rounds
+        for name, (call, floor, times) in work.items():
+            calls = {TRANSFORMERS: call, ACCELERATED: accelerated(call), FLOOR: floor}
+            contenders = [Contender(contender, call) for contender, call in calls.items()]
+            yield compare(f"{name}, {size}", contenders, threads=threads, rounds=times)
+
+    return measure
+
+
+def products(model: Any, rows: int, head_rows: int, *, backward: bool = False) -> Callable[[], object]:
+    """All linear maps of the model on that many rows, and nothing else; backward: two more products for each."""
+    head = model.get_output_embeddings()
+    maps = [module for module in model.modules() if isinstance(module, torch.nn.Linear)]
+    work = [
+        (torch.randn(head_rows if m is head else rows, m.in_features).to(m.weight.dtype), m.weight.detach())
+        for m in maps
+    ]
+
+    def call() -> None:
+        for x, weight in work:
+            y = functional.linear(x, weight)
+            if backward:
+                y @ weight
+                y.T @ x
+
+    return call
+
+
+def _decode(model: Any, prompt: torch.Tensor) -> Callable[[], object]:
+    with torch.no_grad():
+        cache = model.eval()(prompt, use_cache=True).past_key_values
+    return lambda: model.eval()(prompt[:, :1], past_key_values=cache, use_cache=True)
+
+
+def accelerated(call: Callable[[], object]) -> Callable[[], object]:
+    """The call with transformers' models on efla's kernels."""
+
+    def run() -> object:
+        with accelerate_cpu():
+            return call()
+
+    return run
+
+
+SUITES: dict[str, Suite] = {
+    "qwen": suite(512, 4, torch.float32),
+    "qwen-bfloat16": suite(512, 4, torch.bfloat16, training=False),
+    "qwen-wide": suite(1024, 24, torch.float32, training=False),  # a step takes minutes
+}
