@@ -185,6 +185,6 @@ def test_it_can_be_undone_and_done_twice():
 
 
 def test_a_transformers_without_the_hook_is_left_alone_with_a_warning(monkeypatch):
-    monkeypatch.setattr(integration, "_gated_delta_modules", list)
+    monkeypatch.setattr(integration, "_replacements", list)
     with pytest.warns(UserWarning, match="nothing was changed"):
         assert accelerate_cpu().models == []

@@ -12,10 +12,11 @@ from efla.runs.timing import Contender, Measurement, compare, training_step
 
 TRANSFORMERS, ACCELERATED, FLOOR = "transformers Qwen3.5", "the same, accelerate_cpu", "its products"
 LENGTH, VOCABULARY, HEAD_DIM = 2048, 1024, 128
+TOKENS = 16  # decoded in a call, so that switching accelerate_cpu on and off does not count
 
 
-def qwen_model(width: int, layers: int, dtype: torch.dtype = torch.float32) -> Any:
-    """A randomly initialised text decoder: three layers with the gated delta rule, then one with softmax attention."""
+def qwen_model(width: int, layers: list[str], dtype: torch.dtype = torch.float32) -> Any:
+    """A randomly initialised text decoder with layers of these types."""
     from transformers.models.qwen3_5.configuration_qwen3_5 import Qwen3_5TextConfig
     from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5ForCausalLM
 
@@ -25,8 +26,8 @@ def qwen_model(width: int, layers: int, dtype: torch.dtype = torch.float32) -> A
         vocab_size=VOCABULARY,
         hidden_size=width,
         intermediate_size=3 * width,
-        num_hidden_layers=layers,
-        layer_types=[("full" if i % 4 == 3 else "linear") + "_attention" for i in range(layers)],
+        num_hidden_layers=len(layers),
+        layer_types=[f"{kind}_attention" for kind in layers],
         tie_word_embeddings=False,
         pad_token_id=None,
         **dict.fromkeys(counts, width // HEAD_DIM),
@@ -37,29 +38,38 @@ def qwen_model(width: int, layers: int, dtype: torch.dtype = torch.float32) -> A
 
 
 def suite(width: int, layers: int, dtype: torch.dtype, *, training: bool = True) -> Suite:
-    """Prefill and a training step at 2,048 tokens, and a decoded token, each beside the products of the same shapes."""
+    """Prefill and a training step at 2,048 tokens, and decoding, each beside the products of the same shapes.
+
+    All layers have the gated delta rule, except that every fourth has softmax attention in decoding: transformers
+    refuses a cache of linear layers alone.
+    """
 
     def measure(threads: int, rounds: int) -> Iterator[list[Measurement]]:
-        model = qwen_model(width, layers, dtype)
-        tokens = torch.randint(VOCABULARY, (1, LENGTH), generator=torch.Generator().manual_seed(0))
         size = f"Qwen3.5 {layers} layers of {width}, {str(dtype).removeprefix('torch.')}"
-        work = {
-            "decode": (_decode(model, tokens[:, :64]), products(model, 1, 1), 5 * rounds),
-            "prefill": (lambda: model.eval()(tokens, logits_to_keep=1), products(model, LENGTH, 1), rounds),
-        }
+
+        def compared(
+            work: str, call: Callable[[], object], floor: Callable[[], object], items: int
+        ) -> list[Measurement]:
+            calls = {TRANSFORMERS: call, ACCELERATED: accelerated(call), FLOOR: floor}
+            contenders = [Contender(contender, call) for contender, call in calls.items()]
+            return compare(f"{work}, {size}", contenders, threads=threads, rounds=rounds, items=items)
+
+        tokens = torch.randint(VOCABULARY, (1, LENGTH), generator=torch.Generator().manual_seed(0))
+        hybrid = qwen_model(width, [*["linear"] * 3, "full"] * (layers // 4), dtype)
+        yield compared(f"decode {TOKENS}", _decode(hybrid, tokens[:, :64]), products(hybrid, 1, 1, TOKENS), TOKENS)
+        del hybrid
+        model = qwen_model(width, ["linear"] * layers, dtype)
+        prefill = lambda: model.eval()(tokens, logits_to_keep=1, use_cache=False)  # noqa: E731
+        yield compared(f"prefill {LENGTH}", prefill, products(model, LENGTH, 1), LENGTH)
         if training:
             optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
             step = training_step(model, optimizer, lambda: model(tokens, labels=tokens, use_cache=False).loss)
-            work["training step"] = step, products(model, LENGTH, LENGTH, backward=True), rounds
-        for name, (call, floor, times) in work.items():
-            calls = {TRANSFORMERS: call, ACCELERATED: accelerated(call), FLOOR: floor}
-            contenders = [Contender(contender, call) for contender, call in calls.items()]
-            yield compare(f"{name}, {size}", contenders, threads=threads, rounds=times)
+            yield compared(f"training step {LENGTH}", step, products(model, LENGTH, LENGTH, backward=True), LENGTH)
 
     return measure
 
 
-def products(model: Any, rows: int, head_rows: int, *, backward: bool = False) -> Callable[[], object]:
+def products(model: Any, rows: int, head_rows: int, times: int = 1, *, backward: bool = False) -> Callable[[], object]:
     """All linear maps of the model on that many rows, and nothing else; backward: two more products for each."""
     head = model.get_output_embeddings()
     maps = [module for module in model.modules() if isinstance(module, torch.nn.Linear)]
@@ -69,7 +79,7 @@ def products(model: Any, rows: int, head_rows: int, *, backward: bool = False) -
     ]
 
     def call() -> None:
-        for x, weight in work:
+        for x, weight in work * times:
             y = functional.linear(x, weight)
             if backward:
                 y @ weight
@@ -81,7 +91,12 @@ def products(model: Any, rows: int, head_rows: int, *, backward: bool = False) -
 def _decode(model: Any, prompt: torch.Tensor) -> Callable[[], object]:
     with torch.no_grad():
         cache = model.eval()(prompt, use_cache=True).past_key_values
-    return lambda: model.eval()(prompt[:, :1], past_key_values=cache, use_cache=True)
+
+    def call() -> None:
+        for _ in range(TOKENS):
+            model(prompt[:, :1], past_key_values=cache, use_cache=True)
+
+    return call
 
 
 def accelerated(call: Callable[[], object]) -> Callable[[], object]:

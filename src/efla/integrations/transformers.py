@@ -81,18 +81,9 @@ def accelerate_cpu() -> Acceleration:
     Calling it twice changes nothing. ``restore()`` on the first call's result, or leaving its ``with`` block, undoes it.
     """
     acceleration = Acceleration()
-    found = False
-    for module in _gated_delta_modules():
-        found = True
-        for name, function in FUNCTIONS.items():
-            acceleration._replace(module, name, functools.partial(_call_with_original, function))
-        for owner in [value for value in vars(module).values() if inspect.isclass(value)]:
-            method = _LAYERS.get(_names_used(owner))
-            if method is not None:
-                acceleration._replace(owner, "forward", functools.partial(_call_on_cpu, method))
-        for model in _text_models(module):
-            acceleration._replace(model, "forward", _with_packing)
-    if not found:
+    for owner, name, make in _replacements():
+        acceleration._replace(owner, name, make)
+    if not _replacements():
         warnings.warn(
             "efla found no gated-delta-rule model with a replaceable function in this transformers; nothing was changed",
             stacklevel=2,
@@ -153,6 +144,18 @@ def _as_forward(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @functools.cache
+def _replacements() -> list[tuple[ModuleType | type, str, Callable[[Callable[..., Any]], Callable[..., Any]]]]:
+    """What :func:`accelerate_cpu` replaces: the owner, the name, and what makes the new function of the original."""
+    found: list[tuple[ModuleType | type, str, Callable[[Callable[..., Any]], Callable[..., Any]]]] = []
+    for module in _gated_delta_modules():
+        found += [(module, name, functools.partial(_call_with_original, f)) for name, f in FUNCTIONS.items()]
+        for owner in [value for value in vars(module).values() if inspect.isclass(value)]:
+            if method := _LAYERS.get(_names_used(owner)):
+                found.append((owner, "forward", functools.partial(_call_on_cpu, method)))
+        found += [(model, "forward", _with_packing) for model in _text_models(module)]
+    return found
+
+
 def _gated_delta_modules() -> list[ModuleType]:
     """Modelling modules of transformers that define the functions, found by reading their source, then imported."""
     import transformers.models
