@@ -10,7 +10,7 @@ ifneq ($(wildcard ../shared/data),)
 export EFLA_DATA ?= $(abspath ../shared/data)
 endif
 
-.PHONY: setup demo test test-all test-gpu-sim test-onnx test-browser test-portable test-sanitizers test-mutants lint bench docs dist clean
+.PHONY: setup demo test test-all test-gpu-sim test-onnx test-floor test-browser test-portable test-sanitizers test-mutants lint bench docs dist clean
 
 setup: $(STAMP)
 
@@ -29,7 +29,7 @@ PYTEST := $(BIN)/python -m pytest -n 2 -m 'not slow and not browser and not gpu_
 test: setup
 	$(PYTEST) --durations=10
 
-test-all: setup test-portable test-sanitizers test-gpu-sim test-onnx
+test-all: setup test-portable test-sanitizers test-gpu-sim test-onnx test-floor
 	EFLA_FLA_PYTHON=$(abspath $(GPU_VENV))/bin/python $(BIN)/python -m pytest -n 2 -m 'not gpu_sim' --durations=20
 
 # The GPU backend without a GPU: kernels in Triton's interpreter, and compiled ahead of time. flash-linear-attention and
@@ -49,6 +49,18 @@ test-onnx: setup
 	test -x .venv-onnx/bin/python || $(PYTHON) -m venv .venv-onnx
 	.venv-onnx/bin/python -m pip install --quiet numpy 'onnxruntime==1.25.1'
 	EFLA_ONNX_PYTHON=$(abspath .venv-onnx)/bin/python $(BIN)/python -m pytest tests/test_onnx.py
+
+# Models on the oldest supported transformers, and on the newest one whose kernel registry can be installed: environments of their
+# own that see the project's.
+FLOORS := 5.21.0 5.22.2
+test-floor: setup
+	for version in $(FLOORS); do \
+		test -x .venv-floor/$$version/bin/python || $(PYTHON) -m venv .venv-floor/$$version || exit 1; \
+		.venv-floor/$$version/bin/python -c "import site, sys; open(site.getsitepackages()[0] + '/project.pth', 'w').write('import site; site.addsitedir(%r)' % sys.argv[1])" \
+			"$$($(BIN)/python -c 'import site; print(site.getsitepackages()[0])')" && \
+		.venv-floor/$$version/bin/python -m pip install --quiet --constraint constraints.txt "transformers==$$version" 'kernels==0.17.2' && \
+		.venv-floor/$$version/bin/python -m pytest -n 2 -m 'not slow' tests/models tests/integrations tests/test_state.py || exit 1; \
+	done
 
 # What one CPU can show of the others: first the plainest instruction set of our kernels, torch, MKL and oneDNN at once (they do not
 # share code, so each setting counts), then torch's AVX2 kernels with four threads (make test has one), then two busy loops
@@ -115,4 +127,4 @@ dist: setup
 	$(BIN)/python tests/distribution.py dist/*
 
 clean:
-	rm -rf build dist site runs $(GPU_VENV) .mypy_cache .ruff_cache .hypothesis
+	rm -rf build dist site runs $(GPU_VENV) .venv-floor .mypy_cache .ruff_cache .hypothesis

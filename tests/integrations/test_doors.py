@@ -156,6 +156,7 @@ def test_gradient_checkpointing_gives_the_same_gradients(door, model, ids):
         assert_same(logits_and_gradients(model, [{"input_ids": ids, "use_cache": False}]), expected)
 
 
+@pytest.mark.parametrize("model", ["qwen3_5"], indirect=True)
 def test_a_compiled_model_gives_the_same_logits(door, model, ids):
     torch._dynamo.reset()
     with door(model), torch.no_grad():
