@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 import efla
-from efla.bench import Suite, qwen
+from efla.bench import Suite, qwen, state
 from efla.bench.qwen import ACCELERATED, FLOOR, TRANSFORMERS, accelerated, products
 from efla.models.accounting import state_bytes
 from efla.runs.timing import Contender, Measurement, compare, training_step
@@ -153,6 +153,7 @@ SUITES: dict[str, Suite] = {
     "prefill": prefill,
     "step": step,
     **qwen.SUITES,
+    **state.SUITES,
 }
 
 

@@ -45,8 +45,8 @@ def bench(
         what: The scan alone, whole models, training (a step, the loop, preparing text), a training step of the
             sequential MNIST classifier or of the MAD model, or the scoring of multiple-choice questions (needs EFLA_DATA).
         suite: Which parts to run. Scan: headline, rules, lengths, decode. Models: throughput, contexts, decode, prefill, step,
-            qwen, qwen-bfloat16, qwen-wide. Train: step, surroundings, preparing. Smnist: training. Mad: step, scan.
-            Evaluation: hellaswag.
+            qwen, qwen-bfloat16, qwen-wide, rewind, loading. Train: step, surroundings, preparing. Smnist: training.
+            Mad: step, scan. Evaluation: hellaswag.
         threads: Threads for every contender.
         rounds: How often each contender is timed; medians and quartiles are reported.
         verbose: Print a table per piece of work, with quartiles and rates, instead of a line.
