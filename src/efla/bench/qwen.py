@@ -22,6 +22,7 @@ def qwen_model(width: int, layers: list[str], dtype: torch.dtype = torch.float32
 
     counts = ("num_attention_heads", "num_key_value_heads", "linear_num_key_heads", "linear_num_value_heads")
     widths = ("head_dim", "linear_key_head_dim", "linear_value_head_dim")
+    sizes: dict[str, Any] = dict.fromkeys(counts, width // HEAD_DIM) | dict.fromkeys(widths, HEAD_DIM)
     config = Qwen3_5TextConfig(
         vocab_size=VOCABULARY,
         hidden_size=width,
@@ -30,11 +31,11 @@ def qwen_model(width: int, layers: list[str], dtype: torch.dtype = torch.float32
         layer_types=[f"{kind}_attention" for kind in layers],
         tie_word_embeddings=False,
         pad_token_id=None,
-        **dict.fromkeys(counts, width // HEAD_DIM),
-        **dict.fromkeys(widths, HEAD_DIM),
+        **sizes,
     )
     torch.manual_seed(0)
-    return Qwen3_5ForCausalLM(config).to(dtype)
+    model: Any = Qwen3_5ForCausalLM(config)
+    return model.to(dtype)
 
 
 def suite(width: int, layers: int, dtype: torch.dtype, *, training: bool = True) -> Suite:
