@@ -1,7 +1,7 @@
 """Checks the contents of built distributions: ``python tests/distribution.py dist/*``, as ``make dist`` does.
 
-An sdist holds exactly the tracked files that build the package; a wheel exactly the tracked files of the package and the
-compiled kernels. Both are compared with git, so that a new template needs no entry in a list.
+An sdist holds exactly the tracked files that build the package; a wheel exactly the tracked files of the package, the page of
+``efla explain`` and the compiled kernels. Both are compared with git, so that a new template needs no entry in a list.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 TOP = {"CHANGELOG.md", "CITATION.cff", "CONTRIBUTING.md", "LICENSE", "README.md", "pyproject.toml"}
+PAGE = {"docs/explainer/index.html"}  # of efla explain; in a wheel it is below efla/
 KERNELS = re.compile(r"efla/native/_kernels\.[\w.-]+\.(so|pyd)")
 
 
@@ -26,14 +27,15 @@ def tracked(*folders: str) -> set[str]:
 
 def sdist_problems(names: set[str]) -> list[str]:
     """What is wrong with an sdist of these files, named without the leading folder."""
-    return _differences(names - {"PKG-INFO"}, TOP | tracked("src", "csrc"))
+    return _differences(names - {"PKG-INFO"}, TOP | PAGE | tracked("src", "csrc"))
 
 
 def wheel_problems(names: set[str]) -> list[str]:
     """What is wrong with a wheel of these files; a wheel built without a compiler is reported too."""
     files = {name for name in names if ".dist-info/" not in name}
     kernels = {name for name in files if KERNELS.fullmatch(name)}
-    problems = _differences(files - kernels, {name.removeprefix("src/") for name in tracked("src")})
+    package = {name.removeprefix("src/") for name in tracked("src")} | {page.replace("docs", "efla") for page in PAGE}
+    problems = _differences(files - kernels, package)
     if len(kernels) != 1:
         problems.append(f"holds {len(kernels)} compiled modules efla/native/_kernels, expected 1")
     if not any(name.endswith(".dist-info/licenses/LICENSE") for name in names):

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import efla
 
-from .distribution import TOP, main, sdist_problems, tracked, wheel_problems
+from .distribution import PAGE, TOP, main, sdist_problems, tracked, wheel_problems
 
 ROOT = Path(__file__).parent.parent
 
@@ -26,14 +26,14 @@ def test_version_is_stated_once_and_agrees_everywhere():
 
 
 def test_an_sdist_holds_the_sources_and_nothing_else():
-    complete = TOP | tracked("src", "csrc") | {"PKG-INFO"}
+    complete = TOP | PAGE | tracked("src", "csrc") | {"PKG-INFO"}
     assert sdist_problems(complete) == []
     assert sdist_problems(complete - {"csrc/CMakeLists.txt"}) == ["lacks csrc/CMakeLists.txt"]
     assert sdist_problems(complete | {"results/README.md"}) == ["holds results/README.md, which does not belong there"]
 
 
 def test_a_wheel_holds_package_data_kernels_and_licence(tmp_path, capsys):
-    package = {name.removeprefix("src/") for name in tracked("src")}
+    package = {name.removeprefix("src/") for name in tracked("src")} | {"efla/explainer/index.html"}
     assert any(not name.endswith(".py") for name in package)
     complete = package | {"efla/native/_kernels.abi3.so", "efla-0.1.0.dist-info/licenses/LICENSE"}
     assert wheel_problems(complete) == []

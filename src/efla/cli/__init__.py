@@ -40,6 +40,7 @@ COMMANDS = {
     "export": Command("Models", "An ONNX file, which runs without torch.", "export onnx runs/train-tiny model.onnx"),
     "prepare": Command("Training", "Tokenise text into shards.", "prepare text.jsonl --output shards", _TRAIN),
     "train": Command("Training", "Train a model here, or on many devices.", "train --data shards --steps 500"),
+    "explain": Command("The paper", "The method as an interactive page.", "explain"),
     "reproduce": Command("The paper", "Run an experiment of the paper.", "reproduce smnist --profile quick"),
     "report": Command("The paper", "One HTML page from the rows of runs.", "report runs/smnist-quick"),
     "mad": Command("The paper", "Show an instance of a MAD task.", "mad show compression", "efla.experiments.mad.show"),
