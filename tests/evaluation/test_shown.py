@@ -35,7 +35,7 @@ from efla.evaluation.table import (
     terminal,
 )
 from efla.runs.chart import Chart
-from efla.runs.vega import STYLES
+from efla.runs.names import LOOKS
 from tests.evaluation.test_items_and_table import cell
 
 Row = dict[str, Any]
@@ -235,7 +235,7 @@ def test_a_model_has_its_mixers_colour_where_it_is_free():
     assert list(keys) == list("abcde")
     assert (keys["a"], keys["b"], keys["e"]) == ("efla", "attention", "mamba2")
     assert len(set(keys.values())) == 5
-    assert set(keys.values()) <= set(STYLES)
+    assert set(keys.values()) <= set(LOOKS)
     many = line_keys([{"row": "cell", "model": str(i), "mixers": "llama"} for i in range(20)])
     assert len(set(many.values())) == 7, "colours come round again"
 

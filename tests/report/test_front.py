@@ -11,8 +11,7 @@ import pytest
 
 from efla.experiments import registry
 from efla.report import front
-from efla.report.markdown import markdown
-from efla.report.page import build, sections_of
+from efla.report.page import build, claims_page, sections_of
 from efla.runs import vega
 from efla.runs.chart import Chart, Figure, Point, Series
 from efla.runs.rows import append_rows
@@ -140,7 +139,7 @@ def test_the_page_of_claims_is_what_its_rows_say(monkeypatch: pytest.MonkeyPatch
     (folders,) = re.findall(r"`efla report (.*?) --markdown FILE`", page)
     monkeypatch.chdir(DOCS.parent)
     sections = [section for folder in folders.split() for section in sections_of(Path(folder))]
-    assert markdown(sections) == page
+    assert claims_page(sections) == page
 
 
 def test_the_page_has_language_models_throughput_and_the_front_table(tmp_path: Path) -> None:

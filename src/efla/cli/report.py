@@ -25,8 +25,7 @@ def report(
         formats: of those figures: svg (a light and a dark one), png, pdf.
     """
     from efla.report.front import claim_lines
-    from efla.report.markdown import markdown as claims_page
-    from efla.report.page import build
+    from efla.report.page import build, claims_page
     from efla.runs.vega import save_all
 
     for file in (path for path in runs if path.is_file()):

@@ -106,6 +106,17 @@ def not_run(sections: Sequence[Section]) -> list[tuple[str, str]]:
     return [(registry.get(name).claim, f"efla reproduce {name}") for name in missing]
 
 
+def claim_cells(claim: Claim) -> tuple[str, ...]:
+    """A comparison as the cells of a table: pair, verdict, difference, n, detectable, the paper's difference, reason."""
+    found, head = claim.difference, (claim.pair, f"**{claim.verdict}**")
+    if found is None:
+        return *head, "", "", "", "", claim.reason
+    shown, _, detectable = found.text(claim.unit).partition(", detectable ")
+    interval = shown.rpartition(", n = ")[0] or shown
+    paper = "" if claim.paper is None else f"{claim.paper:+.1f}"
+    return *head, interval, str(found.n), detectable, paper, claim.reason
+
+
 def unreachable() -> list[tuple[str, str, str]]:
     """Claims at the paper's scale: place and sentence, the command, and an estimate of its cost in GPU-hours."""
     from efla.models.accounting import flops_per_token

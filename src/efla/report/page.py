@@ -14,6 +14,7 @@ from efla.report import front
 from efla.runs import vega
 from efla.runs.chart import Chart, Series, values_table
 from efla.runs.folder import CONFIG, read_config
+from efla.runs.names import LOOKS
 from efla.runs.rows import ROWS, parse, write_atomically
 from efla.runs.sections import Section
 from efla.runs.statistics import Claim, grouped
@@ -46,27 +47,17 @@ class _Charts:
 
 def build(runs: Sequence[Path], output: Path) -> list[Section]:
     """Write the report on some run folders to ``output``; returns its sections."""
-    try:
-        import jinja2
-    except ImportError:
-        raise RuntimeError("the report needs jinja2: pip install 'efla[experiments]'") from None
     if not runs:
         raise ValueError("give at least one run folder: efla report runs/smnist-quick")
     folders = {folder.resolve(): folder for folder in runs}.values()
     sections = [section for folder in folders for section in sections_of(folder)]
-    environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(_HERE), autoescape=True, trim_blocks=True, lstrip_blocks=True,
-        undefined=jinja2.StrictUndefined,
-    )  # fmt: skip
-    lines = front.claim_lines(sections)
-    page = environment.get_template("template.html").render(
+    page = _render(
+        "template.html",
         sections=list(enumerate(sections, start=1)),
-        lines=lines,
-        front=front,
-        grouped=grouped,
+        lines=front.claim_lines(sections),
         charts=_Charts(),
         values_table=values_table,
-        dash_of=lambda key: " ".join(map(str, vega.DASHES[vega.STYLES[key].dash])),
+        dash_of=lambda key: " ".join(map(str, vega.DASHES[LOOKS[key].dash])),
         style=(_HERE / "style.css").read_text() + vega.style_sheet(),
         library=vega.library(),
         script=(_HERE / "script.js").read_text(),
@@ -81,6 +72,24 @@ def build(runs: Sequence[Path], output: Path) -> list[Section]:
             error.errno or 0, f"cannot write the report to {output}: {error.strerror}; choose another --output"
         ) from error
     return sections
+
+
+def claims_page(sections: Sequence[Section]) -> str:
+    """The page of claims for the documentation, in Markdown: every comparison of every claim, then what was not run."""
+    return _render("claims.md", sections=sections)
+
+
+def _render(template: str, **values: Any) -> str:
+    """Fill a template of this folder; values in HTML are escaped."""
+    try:
+        import jinja2
+    except ImportError:
+        raise RuntimeError("the report needs jinja2: pip install 'efla[experiments]'") from None
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(_HERE), autoescape=template.endswith(".html"), trim_blocks=True,
+        lstrip_blocks=True, undefined=jinja2.StrictUndefined,
+    )  # fmt: skip
+    return environment.get_template(template).render(front=front, grouped=grouped, **values)
 
 
 def sections_of(folder: Path) -> list[Section]:

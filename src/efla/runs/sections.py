@@ -1,7 +1,7 @@
 """The parts of a report section, and helpers that the experiments share."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from efla.runs.chart import Figure
@@ -35,7 +35,7 @@ class Section:
     settings: Sequence[tuple[str, str]] = ()
     data: Sequence[str] = ()
     budget: str = ""
-    not_concluded: Sequence[str] = field(default=())
+    not_concluded: Sequence[str] = ()
 
 
 def settings_table(cells: Sequence[Record]) -> list[tuple[str, str]]:
@@ -51,18 +51,16 @@ def settings_table(cells: Sequence[Record]) -> list[tuple[str, str]]:
 def budget(cells: Sequence[Record]) -> str:
     """The cost of the rows: cells, hours and dates."""
     seconds = sum(float(row["wall_seconds"]) for row in cells)
-    amount = (
-        f"{seconds / 3600:.1f} h"
-        if seconds >= 3600
-        else f"{seconds / 60:.1f} min"
-        if seconds >= 60
-        else f"{seconds:.1f} s"
-    )
+    unit, size = next((u, s) for u, s in (("h", 3600), ("min", 60), ("s", 1)) if seconds >= s or s == 1)
     days = sorted({str(row["started"])[:10] for row in cells})
     when = days[0] if len(days) == 1 else f"{days[0]} to {days[-1]}"
-    threads = sorted({int(row["threads"]) for row in cells})
-    each = "/".join(map(str, threads))
-    return f"{len(cells)} cells, {amount} of wall-clock time in total at {each} thread(s) each, {when} (UTC)."
+    each = "/".join(map(str, sorted({int(row["threads"]) for row in cells})))
+    return f"{len(cells)} cells, {seconds / size:.1f} {unit} of wall-clock time in total at {each} thread(s) each, {when} (UTC)."
+
+
+def applicable(*notes: tuple[object, str]) -> list[str]:
+    """The texts of those notes, (condition, text), whose condition is true."""
+    return [text for condition, text in notes if condition]
 
 
 def _show(value: object) -> str:

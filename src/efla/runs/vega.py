@@ -12,9 +12,10 @@ from collections.abc import Iterable, Sequence
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from efla.runs.chart import FEW, Chart, Figure, Series, describe, tidy
+from efla.runs.names import LOOKS
 from efla.runs.rows import write_atomically
 from efla.runs.statistics import NOT_JUDGED, NOT_SEEN, REVERSED, SEEN, Claim
 
@@ -30,39 +31,6 @@ _CONFIG: dict[str, Any] = {
     "view": {"stroke": None},
 }  # fmt: skip
 DASHES = {"-": [1, 0], "--": [7, 4], ":": [2, 3], "-.": [8, 3, 2, 3]}
-
-
-class Style(NamedTuple):
-    """The colour of a series (Okabe-Ito and close to it, safe for colour blindness) and its line."""
-
-    color: str
-    dash: str = "-"
-
-
-STYLES = {
-    "exact-flow": Style("#0b4f8a"),
-    "delta-l2": Style("#d55e00"),
-    "delta-raw": Style("#cc79a7", "--"),
-    "exact-flow-l2": Style("#56b4e9", "-."),
-    "rk2": Style("#e69f00"),
-    "rk4": Style("#8c5aa8"),
-    "implicit-euler": Style("#009e73"),
-    "crank-nicolson": Style("#8c8c00"),
-    "gated-delta": Style("#a65628", "--"),
-    "gated-exact-flow": Style("#1b9e9e", "-."),
-    "attention": Style("#555555", "--"),
-    "mamba2": Style("#b8860b", ":"),
-    "efla": Style("#0b4f8a"),
-    "delta": Style("#d55e00"),
-    "implicit_euler": Style("#009e73"),
-    "crank_nicolson": Style("#8c8c00"),
-    "gated_delta": Style("#d55e00", "--"),
-    "gated_efla": Style("#0b4f8a", "--"),
-    "gated_efla_log": Style("#0b4f8a", ":"),
-    "training": Style("#56b4e9"),
-    "validation": Style("#0b4f8a"),
-    "chance": Style("#777777", "--"),
-}
 _LIGHT = {"paper": "#ffffff", "card": "#f6f8fa", "ink": "#1c2126", "soft": "#5a6570", "line": "#dde2e7", "link": "#0b4f8a",
           "seen": "#0a6b48", "reversed": "#a63a00", "not-seen": "#5a6570", "not-judged": "#6a5200"}  # fmt: skip
 _DARK = {"paper": "#14181c", "card": "#1c2228", "ink": "#e6eaee", "soft": "#a3aeb9", "line": "#333b43", "link": "#8fc3f2",
@@ -192,7 +160,7 @@ class _Canvas:
         key = None if interactive else alt.Legend(title=None, orient="bottom", columns=4, labelLimit=300, symbolOpacity=1,
                                                   symbolType=symbol)  # fmt: skip
         colours = alt.Scale(domain=labels, range=[f"var(--c-{one.key})" for one in legend])
-        dashes = alt.Scale(domain=labels, range=[DASHES[STYLES[one.key].dash] for one in legend])
+        dashes = alt.Scale(domain=labels, range=[DASHES[LOOKS[one.key].dash] for one in legend])
         self.color = alt.Color("series:N", legend=key, scale=colours)
         self.dash = alt.StrokeDash("series:N", legend=key, scale=dashes)
 
@@ -330,7 +298,7 @@ def _finite(value: Any) -> Any:
 
 
 def _colours(*, dark: bool) -> dict[str, str]:
-    series = {f"c-{key}": _lighter(style.color) if dark else style.color for key, style in STYLES.items()}
+    series = {f"c-{key}": _lighter(look.color) if dark else look.color for key, look in LOOKS.items()}
     return {**(_DARK if dark else _LIGHT), **series}
 
 

@@ -9,7 +9,7 @@ from efla.experiments.lm.config import CHOICES, CONTROLS, PAIR
 from efla.runs.chart import Chart, Figure, Guide, Point, Series, over_seeds, tidy
 from efla.runs.names import name_of
 from efla.runs.records import Record, number
-from efla.runs.sections import Section, Table, budget, settings_table
+from efla.runs.sections import Section, Table, applicable, budget, settings_table
 
 _TALL = 50.0
 """Step sizes above this are drawn on a logarithmic axis."""
@@ -20,15 +20,9 @@ def sections(rows: Sequence[Record], source: str) -> list[Section]:
     """One section: curves, positions and step sizes; tables."""
     runs = Runs(rows)
     arms = [arm for arm in runs.arms if runs.at(arm)]
-    tables = [_main_table(runs, arms)]
-    if any("choices" in row for row in runs):
-        tables.append(_choices(runs, arms))
-    if len(runs.rates) > 1:
-        tables.append(_rates(runs))
-    tables.append(_paper_table(runs))
-    if any("keys" in row for row in runs):
-        tables.append(_keys(runs))
-    tables.append(_every_run(runs))
+    tables = [
+        _main_table(runs, arms), _choices(runs, arms), _rates(runs), _paper_table(runs), _keys(runs), _every_run(runs)
+    ]  # fmt: skip
     sizes = sorted({int(row["parameters"]) for row in runs})
     parameters = f"{sizes[0]:,}" if len(sizes) == 1 else f"{sizes[0]:,} to {sizes[-1]:,}"
     data = sorted({f"{r['data']['corpus']} ({r['data']['source']}, digest {r['data']['digest']})" for r in runs})
@@ -46,7 +40,7 @@ def sections(rows: Sequence[Record], source: str) -> list[Section]:
             figures=[
                 Figure("lm", "Every run, validation during training, length and keys", _NOTE, _charts(runs, arms)),
             ],
-            tables=tables,
+            tables=[table for table in tables if table.rows],
             settings=settings_table(runs),
             data=[line + runs.missing_files() for line in data],
             budget=budget(runs),
@@ -114,7 +108,9 @@ def _choices(runs: Runs, arms: Sequence[str]) -> Table:
     lines = []
     for task, column in CHOICES.items():
         found = [runs.choice(arm, task) for arm in arms]
-        items = next((f[1] for f in found if f is not None), 0)
+        if not any(found):
+            continue
+        items = next(f[1] for f in found if f is not None)
         values = [_or_dash(None if f is None else 100 * f[0], ".1f") for f in found]
         lines.append([column.title, column.metric, str(items), f"{column.chance:.1f}", *values])
     title = "Multiple choice in %, one seed: expected at chance, a test of the scorer, not averaged"
@@ -179,25 +175,21 @@ def _or_dash(value: object, digits: str, unit: float = 1.0) -> str:
 
 def _not_concluded(runs: Runs) -> list[str]:
     """The limits of these rows, derived from them."""
-    found = [
-        "Anything about 340M or 1.3B parameters: size, tokens and text differ, so only the direction of a difference compares.",
-        "That a difference between EFLA and DeltaNet is due to the rule: they differ in rule and key norm at once. "
-        f"The controls {' and '.join(map(name_of, CONTROLS))} change one of the two.",
-        "That WikiText's and LAMBADA's numbers mean anything by themselves: they are out of domain for these texts and read in "
-        "windows of the training length (the paper's: 2,048 tokens). They test the code path and the order of the arms.",
-    ]
-    single = [name_of(arm) for arm in runs.arms if len(runs.at(arm)) == 1]
-    if single:
-        found.insert(0, f"Any verdict on {', '.join(single)}: run with one seed, so the spread is unknown.")
-    if len(runs.rates) == 1:
-        found.append(
-            "That the order of the arms holds at other learning rates: one peak rate was run (--lr-sweep adds two for the pair)."
-        )
-    nonfinite = [f"{name_of(arm)} ({n})" for arm, n in runs.failures().items()]
-    if nonfinite:
-        found.append(f"How good the arms are where they failed: {', '.join(nonfinite)} run(s) had a non-finite step.")
-    if sentence := runs.chance_sentence():
-        found.append(f"Anything from multiple choice: {sentence}.")
-    if {row["data"]["corpus"] for row in runs} == {"python-docs"}:
-        found.append("Anything about the texts of the protocol: Python's documentation replaces them here.")
-    return found
+    single = ", ".join(name_of(arm) for arm in runs.arms if len(runs.at(arm)) == 1)
+    failed = ", ".join(f"{name_of(arm)} ({n})" for arm, n in runs.failures().items())
+    chance, substitute = runs.chance_sentence(), {row["data"]["corpus"] for row in runs} == {"python-docs"}
+    return applicable(
+        (single, f"Any verdict on {single}: run with one seed, so the spread is unknown."),
+        (True, "Anything about 340M or 1.3B parameters: size, tokens and text differ, so only the direction of a difference "
+               "compares."),
+        (True, "That a difference between EFLA and DeltaNet is due to the rule: they differ in rule and key norm at once. "
+               f"The controls {' and '.join(map(name_of, CONTROLS))} change one of the two."),
+        (True, "That WikiText's and LAMBADA's numbers mean anything by themselves: they are out of domain for these texts and "
+               "read in windows of the training length (the paper's: 2,048 tokens). They test the code path and the order of "
+               "the arms."),
+        (len(runs.rates) == 1, "That the order of the arms holds at other learning rates: one peak rate was run (--lr-sweep adds "
+                               "two for the pair)."),
+        (failed, f"How good the arms are where they failed: {failed} run(s) had a non-finite step."),
+        (chance, f"Anything from multiple choice: {chance}."),
+        (substitute, "Anything about the texts of the protocol: Python's documentation replaces them here."),
+    )  # fmt: skip

@@ -9,7 +9,7 @@ from efla.experiments.mad.tasks import OVERLAP_WARNING
 from efla.runs.chart import Chart, Figure, Series, over_seeds, seed_point
 from efla.runs.names import name_of
 from efla.runs.records import Record, number
-from efla.runs.sections import Section, Table, budget, settings_table
+from efla.runs.sections import Section, Table, applicable, budget, settings_table
 from efla.runs.statistics import Rows
 
 TITLES = {
@@ -133,59 +133,31 @@ def _percent(value: float) -> str:
 
 def _not_concluded(rows: Sequence[Record], cells: Sequence[Record]) -> list[str]:
     """The limits of these rows."""
-    found = [
-        "That a difference between EFLA and DeltaNet is due to the rule: they differ in rule and key norm at once. "
-        "Only DeltaNet (raw keys) differs from EFLA in the rule alone.",
-        "That the scores are free of selection: checkpoint, learning rate and early stop look at the test set, as in the "
-        "reference. The scores at the end of training are in the folded table.",
-    ]
-    if not claims.follows_the_reference(rows):
-        found.insert(0, claims.comparability(rows))
-    else:
-        found.append(
-            "That 0.7 points are an effect: three published DeltaNet averages (71.8, 69.7, 65.7) span 6 points."
-        )
-    missing = [TITLES[task] for task in TASK_ORDER if task not in claims.tasks_of(rows)]
-    if missing:
-        found.insert(0, f"Anything about {', '.join(missing)}: not run yet.")
-    planned = _one_seed(rows)
-    if planned:
-        found.append(f"Any verdict on {', '.join(planned)}: run with one seed, so the spread is unknown.")
-    solved = [task for task in claims.tasks_of(rows) if _solved(rows, task)]
-    if solved:
-        names = ", ".join(TITLES[task] for task in solved)
-        found.append(
-            f"Which arm is better at {names}: every arm solves the baseline (above 99 %), so nothing is left to tell."
-        )
-    if any(row["task"] == "fuzzy-in-context-recall" for row in cells) and not cells[0]["config"]["guarantee_probe"]:
-        found.append(
-            "That 100 % can be reached in fuzzy recall: about 2 % of its baseline instances ask for a motif never shown, as "
-            "in the reference (--guarantee-probe shows it always)."
-        )
-    shared = sorted(
-        {
-            f"{TITLES[row['task']]} {row['setting']} ({row['data']['overlap']:.1%})"
-            for row in cells
-            if row["data"]["overlap"] > OVERLAP_WARNING
-        }
-    )
-    if shared:
-        found.append(
-            f"That nothing was learnt by heart in {', '.join(shared)}: so many test inputs also occur in training."
-        )
-    return found
-
-
-def _one_seed(rows: Sequence[Record]) -> list[str]:
-    return [
+    tasks, arms, whole = claims.tasks_of(rows), claims.arms_of(rows), claims.follows_the_reference(rows)
+    settings = {task: claims.settings_of(rows, task) for task in tasks}
+    missing = ", ".join(TITLES[task] for task in TASK_ORDER if task not in tasks)
+    one_seed = ", ".join(
         f"{TITLES[task]} {name}"
-        for task in claims.tasks_of(rows)
-        for name in claims.settings_of(rows, task)
-        if max(len(claims.seeds_of(rows, task, name, arm)) for arm in claims.arms_of(rows)) < 2
-    ]
-
-
-def _solved(rows: Sequence[Record], task: str) -> bool:
-    setting = claims.settings_of(rows, task)[0]
-    scores = [claims.setting_spread(rows, task, setting, arm) for arm in claims.arms_of(rows)]
-    return all(score.mean > 0.99 for score in scores if score.n)
+        for task in tasks
+        for name in settings[task]
+        if max(len(claims.seeds_of(rows, task, name, arm)) for arm in arms) < 2
+    )
+    scores = {task: [claims.setting_spread(rows, task, settings[task][0], arm) for arm in arms] for task in tasks}
+    solved = ", ".join(TITLES[task] for task in tasks if all(score.mean > 0.99 for score in scores[task] if score.n))
+    overlaps = {(row["task"], row["setting"], row["data"]["overlap"]) for row in cells}
+    shared = ", ".join(sorted(f"{TITLES[t]} {name} ({x:.1%})" for t, name, x in overlaps if x > OVERLAP_WARNING))
+    return applicable(
+        (missing, f"Anything about {missing}: not run yet."),
+        (not whole, claims.comparability(rows)),
+        (True, "That a difference between EFLA and DeltaNet is due to the rule: they differ in rule and key norm at once. "
+               "Only DeltaNet (raw keys) differs from EFLA in the rule alone."),
+        (True, "That the scores are free of selection: checkpoint, learning rate and early stop look at the test set, as in "
+               "the reference. The scores at the end of training are in the folded table."),
+        (whole, "That 0.7 points are an effect: three published DeltaNet averages (71.8, 69.7, 65.7) span 6 points."),
+        (one_seed, f"Any verdict on {one_seed}: run with one seed, so the spread is unknown."),
+        (solved, f"Which arm is better at {solved}: every arm solves the baseline (above 99 %), so nothing is left to tell."),
+        ("fuzzy-in-context-recall" in tasks and not cells[0]["config"]["guarantee_probe"],
+         "That 100 % can be reached in fuzzy recall: about 2 % of its baseline instances ask for a motif never shown, as in the "
+         "reference (--guarantee-probe shows it always)."),
+        (shared, f"That nothing was learnt by heart in {shared}: so many test inputs also occur in training."),
+    )  # fmt: skip

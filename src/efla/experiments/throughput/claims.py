@@ -1,7 +1,7 @@
 """Throughput from rows: medians and quartiles over rounds, the paper's claims, summary for the terminal."""
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from efla.experiments.lm.config import ARM_ORDER
@@ -67,32 +67,20 @@ def ratios(row: Record, ours: str, theirs: str) -> list[float]:
     return [b / a for a, b in zip(*(row["timing"][arm]["seconds"] for arm in (ours, theirs)), strict=True)]
 
 
-def ratio(row: Record, ours: str, theirs: str) -> Quartiles:
-    """Median and quartiles of :func:`ratios`."""
-    return quartiles(ratios(row, ours, theirs))
+def operations(row: Record, arm: str) -> str:
+    """10^9 useful operations per second at the median: three times those of the forward pass for every token."""
+    return f"{tokens_per_second(row, arm).median * float(row['arms'][arm]['flops_per_token']) / 1e9:,.1f}"
 
 
-def operations(row: Record, arm: str) -> float:
-    """Useful operations per second at the median: three times those of the forward pass for every token."""
-    return tokens_per_second(row, arm).median * float(row["arms"][arm]["flops_per_token"])
-
-
-def speed_text(row: Record, arm: str) -> str:
-    return tokens_per_second(row, arm).text(0)
-
-
-def median_text(row: Record, arm: str) -> str:
-    return f"{tokens_per_second(row, arm).median:,.0f}"
-
-
-def operations_text(row: Record, arm: str) -> str:
-    return f"{operations(row, arm) / 1e9:,.1f}"
-
-
-def memory_text(row: Record, arm: str) -> str:
+def memory(row: Record, arm: str) -> str:
     """Growth of memory in a step at its peak, in MB."""
     found = row["timing"][arm]["peak_memory_growth"]
     return "–" if found is None else f"{int(found) / 1e6:,.0f}"  # noqa: RUF001
+
+
+def lines_of(cells: Sequence[Record], text: Callable[[Record, str], str]) -> list[list[str]]:
+    """The lines of a table: one an arm, with the text of each shape."""
+    return [[name_of(arm), *(text(row, arm) for row in cells)] for arm in arms_of(cells)]
 
 
 def claims(rows: Sequence[Record]) -> list[Claim]:
@@ -127,9 +115,12 @@ def text_summary(rows: Sequence[Record], verbose: bool = False) -> str:
         return "no finished cells yet"
     first, config = cells[0], cells[0]["config"]
     where = f"{first['device']}, {first['threads']} thread(s), {config['precision']}, size {config['size']}"
-    others = [("10^9 operations/s", operations_text), ("growth of memory, MB", memory_text)] if verbose else []
+    texts: dict[str, Callable[[Record, str], str]] = {
+        "length×batch": lambda row, arm: f"{tokens_per_second(row, arm).median:,.0f}"  # noqa: RUF001
+    }
+    if verbose:
+        texts |= {"10^9 operations/s": operations, "growth of memory, MB": memory}
     lines = [f"Training tokens per second, medians; {where}"]
-    for title, text in [("length×batch", median_text), *others]:  # noqa: RUF001
-        table = [[name_of(arm), *(text(row, arm) for row in cells)] for arm in arms_of(cells)]
-        lines += text_table([title, *map(name, cells)], table)
+    for title, text in texts.items():
+        lines += text_table([title, *map(name, cells)], lines_of(cells, text))
     return "\n".join([*lines, "", *claims_text(claims(rows), verbose)])

@@ -1,12 +1,12 @@
 """The section of the report on throughput: tokens per second by shape, ratios of the pairs, memory."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from efla.experiments.throughput import claims
 from efla.runs.chart import Chart, Figure, Guide, Point, Series
 from efla.runs.names import name_of
 from efla.runs.records import Record
-from efla.runs.sections import Section, Table, budget, settings_table
+from efla.runs.sections import Section, Table, applicable, budget, settings_table
 
 
 def sections(rows: Sequence[Record], source: str) -> list[Section]:
@@ -43,7 +43,7 @@ def _charts(cells: Sequence[Record]) -> list[Chart]:
     ]
     ratios = []
     for ours, theirs in claims.pairs_of(cells):
-        drawn = [_point(float(row["length"]), claims.ratio(row, ours, theirs)) for row in cells]
+        drawn = [_point(float(row["length"]), claims.quartiles(claims.ratios(row, ours, theirs))) for row in cells]
         ratios.append(Series(ours, f"{name_of(ours)} over {name_of(theirs)}", drawn))
     top = max((p.high for one in speed for p in one.points), default=1.0)
     ends = [end for one in ratios for p in one.points for end in (p.low, p.high)]
@@ -63,35 +63,27 @@ def _point(x: float | str, found: claims.Quartiles, digits: int = 3) -> Point:
 
 def _tables(cells: Sequence[Record]) -> list[Table]:
     shapes = [claims.name(row) for row in cells]
-
-    def lines(text: Callable[[Record, str], str]) -> list[list[str]]:
-        return [[name_of(arm), *(text(row, arm) for row in cells)] for arm in claims.arms_of(cells)]
-
-    speed = lines(claims.speed_text)
-    for ours, theirs in claims.pairs_of(cells):
-        speed.append(
-            [f"{name_of(ours)} over {name_of(theirs)}", *(claims.ratio(row, ours, theirs).text() for row in cells)]
-        )
+    speed = claims.lines_of(cells, lambda row, arm: claims.tokens_per_second(row, arm).text(0))
+    for pair in claims.pairs_of(cells):
+        ratios = (claims.quartiles(claims.ratios(row, *pair)).text() for row in cells)
+        speed.append([" over ".join(map(name_of, pair)), *ratios])
     counts = {name_of(arm): f"{cells[0]['arms'][arm]['parameters']:,}" for arm in claims.arms_of(cells)}
-    memory = [[arm, counts[arm], *values] for arm, *values in lines(claims.memory_text)]
+    memory = [[arm, counts[arm], *values] for arm, *values in claims.lines_of(cells, claims.memory)]
     operations = "Useful operations per second, 10⁹: tokens per second times three forward passes' operations a token"
     growth = "Growth of memory in a step at its peak, MB (weights and optimizer not counted)"
     return [
         Table("Tokens per second: median (quartiles)", ["model", *shapes], speed),
-        Table(operations, ["model", *shapes], lines(claims.operations_text)),
+        Table(operations, ["model", *shapes], claims.lines_of(cells, claims.operations)),
         Table(growth, ["model", "parameters", *shapes], memory),
     ]
 
 
 def _not_concluded(device: str, config: Record) -> list[str]:
-    found = [
-        "Which arm is fastest elsewhere: the numbers hold for this machine, these kernels and this size.",
-        "How fast the machine can be, unless nothing else ran; the ratio within a round is affected least.",
-    ]
-    if device == "cpu":
-        found.insert(
-            0, "Anything about a GPU, which the paper's figure is about: the same command times a GPU if there is one."
-        )
-    if config["size"] in ("quick", "full"):
-        found.append("Anything about the paper's sizes: these models have heads of width 64 and a vocabulary of 256.")
-    return found
+    is_small = config["size"] in ("quick", "full")
+    return applicable(
+        (device == "cpu",
+         "Anything about a GPU, which the paper's figure is about: the same command times a GPU if there is one."),
+        (True, "Which arm is fastest elsewhere: the numbers hold for this machine, these kernels and this size."),
+        (True, "How fast the machine can be, unless nothing else ran; the ratio within a round is affected least."),
+        (is_small, "Anything about the paper's sizes: these models have heads of width 64 and a vocabulary of 256."),
+    )  # fmt: skip
