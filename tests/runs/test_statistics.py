@@ -27,8 +27,8 @@ def test_the_spread_is_the_standard_deviation_over_seeds() -> None:
     assert spread([1.0]).text() == "1.0"
     assert spread([0.5, 0.7]).text(100) == "60.0 ± 14.1"
     assert spread([1.0, math.nan]).text() == "not finite"
-    assert spread([0.5, 0.7]).percent() == "60.0 ± 14.1 %"
-    assert spread([math.nan]).percent() == "not finite"
+    assert spread([0.5, 0.7]).text(100) == "60.0 ± 14.1"
+    assert spread([math.nan]).text(100) == "not finite"
 
 
 @pytest.mark.parametrize(

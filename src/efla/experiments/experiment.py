@@ -11,7 +11,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import ModuleType
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, NamedTuple, Protocol, TypeVar
 
 import numpy as np
@@ -136,8 +135,7 @@ class Work(NamedTuple):
 class Experiment(ABC, Generic[C]):
     """Base class of experiments. A subclass states its name and config class, lists its cells and runs one.
 
-    ``claims.py``, ``plot.py`` and ``section.py`` beside the subclass's module turn rows into text, figures and sections
-    of the report.
+    ``claims.py`` and ``section.py`` beside the subclass's module turn rows into text and into sections of the report.
     """
 
     name: ClassVar[str]
@@ -220,22 +218,21 @@ class Experiment(ABC, Generic[C]):
     @classmethod
     def text_summary(cls, rows: Sequence[Record], verbose: bool = False) -> str:
         """The summary that the terminal shows at the end, from rows: about a screen, unless verbose."""
-        module = cls.sibling_module("claims")
-        return "" if module is None else str(module.text_summary(rows, verbose))
+        return str(cls._sibling("claims", "text_summary", "")(rows, verbose))
 
     @classmethod
     def sections(cls, rows: Sequence[Record], source: str) -> list[Section]:
         """The experiment's sections of the report, from rows. source: the folder of the rows."""
-        module = cls.sibling_module("section")
-        return [] if module is None else list(module.sections(rows, source))
+        return list(cls._sibling("section", "sections", ())(rows, source))
 
     @classmethod
-    def sibling_module(cls, name: str) -> ModuleType | None:
-        """A module from the experiment's own folder, imported on use: figures need an optional package."""
+    def _sibling(cls, module: str, function: str, otherwise: object) -> Callable[..., Any]:
+        """A function of a module in the experiment's own folder; without that module, one that returns ``otherwise``."""
         package = cls.__module__.rpartition(".")[0]
-        if not package or importlib.util.find_spec(f"{package}.{name}") is None:
-            return None
-        return importlib.import_module(f"{package}.{name}")
+        if not package or importlib.util.find_spec(f"{package}.{module}") is None:
+            return lambda *_: otherwise
+        found: Callable[..., Any] = getattr(importlib.import_module(f"{package}.{module}"), function)
+        return found
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,12 +9,12 @@ from efla.experiments.experiment import Experiment, Options
 # Name -> (package, experiment class, options class), imported on use. In the order of `efla reproduce all`: throughput
 # comes early, while the machine is cool.
 _EXPERIMENTS = {
-    "exactness": ("efla.experiments.exactness", "run:Exactness", "config:ExactnessOptions"),
-    "throughput": ("efla.experiments.throughput", "run:Throughput", "config:ThroughputOptions"),
-    "smnist": ("efla.experiments.smnist", "run:SmnistRobustness", "config:SmnistOptions"),
-    "lr": ("efla.experiments.smnist", "run:LearningRateRobustness", "config:LrOptions"),
-    "mad": ("efla.experiments.mad", "run:Mad", "config:MadOptions"),
-    "lm": ("efla.experiments.lm", "run:LanguageModels", "config:LmOptions"),
+    "exactness": ("exactness", "run:Exactness", "config:ExactnessOptions"),
+    "throughput": ("throughput", "run:Throughput", "config:ThroughputOptions"),
+    "smnist": ("smnist", "run:SmnistRobustness", "config:SmnistOptions"),
+    "lr": ("smnist", "run:LearningRateRobustness", "config:LrOptions"),
+    "mad": ("mad", "run:Mad", "config:MadOptions"),
+    "lm": ("lm", "run:LanguageModels", "config:LmOptions"),
 }
 
 
@@ -25,17 +25,13 @@ def names() -> list[str]:
 
 def get(name: str) -> type[Experiment[Any]]:
     """The experiment class of that name. ``module:Class`` finds an experiment that is not registered."""
-    if ":" not in name:
-        package, experiment, _ = _find(name)
-        name = f"{package}.{experiment}"
-    found: type[Experiment[Any]] = _load(name)
+    found: type[Experiment[Any]] = _load(name if ":" in name else _path(name, 1))
     return found
 
 
 def options_class(name: str) -> type[Options]:
     """The class of an experiment's command-line options."""
-    package, _, options = _find(name)
-    found: type[Options] = _load(f"{package}.{options}")
+    found: type[Options] = _load(_path(name, 2))
     return found
 
 
@@ -44,9 +40,9 @@ def name_of(options: Options) -> str:
     return next(name for name in _EXPERIMENTS if type(options) is options_class(name))
 
 
-def _find(name: str) -> tuple[str, str, str]:
+def _path(name: str, which: int) -> str:
     check_names("experiment", [name], _EXPERIMENTS)
-    return _EXPERIMENTS[name]
+    return f"efla.experiments.{_EXPERIMENTS[name][0]}.{_EXPERIMENTS[name][which]}"
 
 
 def _load(path: str) -> Any:

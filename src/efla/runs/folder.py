@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import IO, Any
 
 from efla.runs.records import Record, dumps
@@ -61,20 +61,15 @@ class RunFolder:
     Opening creates the folder, repairs half-written rows, and refuses a folder that has another config or is in use.
     """
 
-    def __init__(self, path: Path, lock: IO[bytes], repaired: int) -> None:
-        self.path = path
-        self.repaired = repaired
-        self._lock = lock
+    def __init__(self, path: Path, repaired: int) -> None:
+        self.path, self.repaired = path, repaired
 
     @classmethod
-    def open(cls, path: Path, experiment: str, protocol: Record) -> RunFolder:
-        lock = lock_folder(path)
-        try:
+    @contextlib.contextmanager
+    def open(cls, path: Path, experiment: str, protocol: Record) -> Iterator[RunFolder]:
+        with lock_folder(path):
             _check_config(path, experiment, protocol)
-            return cls(path, lock, repair(path))
-        except BaseException:
-            lock.close()
-            raise
+            yield cls(path, repair(path))
 
     def rows(self) -> list[Record]:
         """The rows of all finished cells."""
@@ -88,14 +83,6 @@ class RunFolder:
     def append(self, rows: Sequence[Record]) -> None:
         """Write one finished cell."""
         append_rows(self.path, rows)
-
-    def __enter__(self) -> RunFolder:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._lock.close()
 
 
 def read_config(path: Path) -> Record:

@@ -17,8 +17,6 @@ import efla
 from efla.runs.records import Record
 from efla.scans.backends import choose_backend
 
-_STATUS, _CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
-
 
 @cache
 def versions() -> dict[str, str]:
@@ -70,13 +68,16 @@ def _git(folder: Path, *arguments: str) -> str | None:
 
 def processor() -> str:
     """The processor's own name for itself."""
+    return _proc("cpuinfo", "model name") or platform.processor() or platform.machine()
+
+
+def _proc(file: str, key: str) -> str | None:
+    """The first value of a key in a file of Linux's /proc."""
     try:
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
+        lines = Path("/proc", file).read_text().splitlines()
     except OSError:
-        pass
-    return platform.processor() or platform.machine()
+        return None
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith(key)), None)
 
 
 class PeakMemory:
@@ -111,20 +112,16 @@ def _resident_after_reset() -> int | None:
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).malloc_trim(0)  # glibc only
     try:
-        _CLEAR.write_text("5")  # resets VmHWM to VmRSS
+        Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM to VmRSS
     except OSError:
         return None
     return _read("VmRSS")
 
 
 def _read(key: str) -> int | None:
-    try:
-        for line in _STATUS.read_text().splitlines():
-            if line.startswith(key + ":"):
-                return int(line.split()[1]) * 1024
-    except OSError:
-        pass
-    return None
+    """A size of the process in bytes."""
+    found = _proc("self/status", f"{key}:")
+    return None if found is None else int(found.split()[0]) * 1024
 
 
 def max_memory_gb(device: torch.device) -> float:

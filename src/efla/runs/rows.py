@@ -73,28 +73,24 @@ class Parsed:
 
 def parse(data: bytes) -> Parsed:
     """Separate the lines of finished cells from what an interrupted write left behind."""
-    rows: list[Record] = []
-    good: list[bytes] = []
-    damaged: list[bytes] = []
+    good: list[tuple[bytes, Record]] = []
+    damaged: list[tuple[bytes, Record]] = []
     pending: list[tuple[bytes, Record]] = []
     for line, row in decode_lines(data):
         is_row = isinstance(row, dict) and isinstance(row.get("cell"), str)
-        if not is_row or (pending and pending[-1][1]["cell"] != row["cell"]):
-            damaged += [item[0] for item in pending]
+        if pending and not (is_row and pending[-1][1]["cell"] == row["cell"]):
+            damaged += pending
             pending = []
         if not is_row:
-            damaged.append(line)
+            damaged.append((line, row))
             continue
         pending.append((line, row))
         if row.get("row") == "cell":
-            if row.get("rows", len(pending)) == len(pending):
-                good += [item[0] for item in pending]
-                rows += [item[1] for item in pending]
-            else:  # a line of this cell was lost, so it is not finished
-                damaged += [item[0] for item in pending]
+            is_whole = row.get("rows", len(pending)) == len(pending)  # else a line was lost: the cell is not finished
+            (good if is_whole else damaged).extend(pending)
             pending = []
-    damaged += [item[0] for item in pending]
-    return Parsed(rows, good, [line for line in damaged if line.strip()])
+    lines = [line for line, _ in damaged + pending if line.strip()]
+    return Parsed([row for _, row in good], [line for line, _ in good], lines)
 
 
 def read_rows(path: Path) -> list[Record]:

@@ -30,11 +30,6 @@ class Spread(NamedTuple):
         spread = "" if self.n < 2 else f" ± {self.std * unit:.{digits}f}"
         return f"{self.mean * unit:.{digits}f}{spread}"
 
-    def percent(self, digits: int = 1) -> str:
-        """A share as ``81.2 ± 0.4 %``."""
-        text = self.text(100, digits)
-        return text if math.isnan(self.mean) else f"{text} %"
-
 
 def spread(values: Iterable[float]) -> Spread:
     """Mean and standard deviation of the values; both are not-a-number if a value is not finite."""
@@ -293,6 +288,21 @@ def every(differences: Sequence[Difference]) -> tuple[str, Difference]:
     if NOT_JUDGED in verdicts:
         return NOT_JUDGED, weakest
     return verdicts.pop() if verdicts in ({SEEN}, {REVERSED}) else NOT_SEEN, weakest
+
+
+def compare_all(
+    letter: str, sentence: str, pair: str, each: Mapping[str, Difference], *, unit: str, kind: str, label: str = ""
+) -> Claim:
+    """The claim that must hold in :func:`every` comparison, by name, with the difference furthest from it.
+
+    kind: what the comparisons are. label: before the name of the one that is shown.
+    """
+    verdict, weakest = every(list(each.values()))
+    shown = next(name for name, found in each.items() if found is weakest)
+    places = {k: ", ".join(name for name, found in each.items() if found.verdict == k) for k in (SEEN, REVERSED)}
+    counts = "; ".join(f"{verdict} at {names or f'no {kind}'}" for verdict, names in places.items())
+    reason = f"shown: {label}{shown}, furthest from the claim; {counts}"
+    return Claim(letter, sentence, pair, verdict, reason, weakest, unit)
 
 
 def within(found: Difference, margin: float) -> str:

@@ -13,17 +13,15 @@ from efla.runs.names import name_of
 from efla.runs.records import Record, number, to_record
 from efla.runs.statistics import (
     NOT_JUDGED,
-    REVERSED,
-    SEEN,
     Claim,
     Curve,
     Rows,
     Spread,
     advantages,
     compare,
+    compare_all,
     curve,
     difference,
-    every,
     spread,
 )
 from efla.runs.text import claims_text, text_table
@@ -243,14 +241,11 @@ def claims(rows: Sequence[Record]) -> list[Claim]:
 
 def _all_claim(each: Sequence[Claim], against: str) -> Claim:
     """Seen (or reversed) if every task says so; no verdict while a task is missing."""
-    verdict, weakest = every([claim.difference for claim in each if claim.difference])
-    tasks = {kind: [claim.pair.split(",")[0] for claim in each if claim.verdict == kind] for kind in (SEEN, REVERSED)}
-    reason = "; ".join(f"{kind} at {', '.join(names) or 'no task'}" for kind, names in tasks.items())
-    if len(each) < len(TASK_ORDER):
-        verdict, reason = NOT_JUDGED, f"{reason}; not run: {len(TASK_ORDER) - len(each)} of {len(TASK_ORDER)} tasks"
-    shown = next(claim.pair.split(",")[0] for claim in each if claim.difference is weakest)
-    reason = f"shown: {shown}, furthest from the claim; {reason}"
-    return Claim("a", _EACH, f"all six tasks{against}", verdict, reason, weakest, "points")
+    tasks = {claim.pair.split(",")[0]: claim.difference for claim in each if claim.difference}
+    found = compare_all("a", _EACH, f"all six tasks{against}", tasks, unit="points", kind="task")
+    if not (missing := len(TASK_ORDER) - len(each)):
+        return found
+    return found._replace(verdict=NOT_JUDGED, reason=f"{found.reason}; not run: {missing} of {len(TASK_ORDER)} tasks")
 
 
 def _most_claim(gains: dict[str, dict[int, float]], against: str) -> Claim:

@@ -17,8 +17,8 @@ from efla.runs.statistics import (
     Spread,
     advantages,
     compare,
+    compare_all,
     difference,
-    every,
     spread,
 )
 from efla.runs.text import claims_text, text_table
@@ -221,15 +221,10 @@ def _as_the_rate_grows(values: _Values, other: str, rates: Sequence[float], fiel
     each = {}
     for rate in rates[1:]:
         found = advantages(values[OURS, field, rate], values[other, field, rate], lower_is_better=lower)
-        each[rate] = difference(scale * value for value in found.values())
-    verdict, weakest = every(list(each.values()))
-    counts = {kind: [f"{rate:g}" for rate, found in each.items() if found.verdict == kind] for kind in (SEEN, REVERSED)}
-    reason = "; ".join(f"{kind} at {', '.join(at) or 'no rate'}" for kind, at in counts.items())
-    at = next(rate for rate, found in each.items() if found is weakest)
-    what = "loss" if lower else "accuracy"
+        each[f"{rate:g}"] = difference(scale * value for value in found.values())
+    what, unit = ("loss", "nats") if lower else ("accuracy", "points")
     sentence = "EFLA has lower loss and higher accuracy as the rate grows"
-    reason = f"shown: rate {at:g}, furthest from the claim; {reason}"
-    return Claim("d", sentence, f"{what}, {name_of(other)}", verdict, reason, weakest, "nats" if lower else "points")
+    return compare_all("d", sentence, f"{what}, {name_of(other)}", each, unit=unit, kind="rate", label="rate ")
 
 
 def _at_the_largest_rate(values: _Values, other: str, rates: Sequence[float]) -> Claim:
