@@ -13,6 +13,7 @@ import threading
 import traceback
 from collections import deque
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import IO, Any
 
 from efla.experiments import registry
@@ -32,12 +33,15 @@ def run_inline(experiment: Experiment[Any], cells: Sequence[Cell], workers: int,
         def report(fraction: float, **values: float) -> None:
             emit(Event("progress", cell, fraction, values))  # noqa: B023 (called within this iteration only)
 
-        try:
-            rows = execute(experiment, cell, report, threads)
-        except Exception:
-            emit(Event("failed", cell, message=traceback.format_exc()))
-        else:
-            emit(Event("finished", cell, rows=rows))
+        emit(_outcome(cell, lambda: execute(experiment, cell, report, threads)))  # noqa: B023
+
+
+def _outcome(cell: Cell, run: Callable[[], list[Record]]) -> Event:
+    """How a cell ended: finished with its rows, or failed with a traceback."""
+    try:
+        return Event("finished", cell, rows=run())
+    except Exception:
+        return Event("failed", cell, message=traceback.format_exc())
 
 
 def task_of(experiment: Experiment[Any], cell: Cell, threads: int) -> Record:
@@ -164,21 +168,12 @@ def run_on_ray(experiment: Experiment[Any], cells: Sequence[Cell], workers: int,
                 running[remote.remote(task_of(experiment, cell, threads))] = cell
                 emit(Event("started", cell))
             for reference in ray.wait(list(running), num_returns=1)[0]:
-                cell = running.pop(reference)
-                try:
-                    rows = ray.get(reference)
-                except ray.exceptions.RayError:
-                    emit(Event("failed", cell, message=traceback.format_exc()))
-                else:
-                    emit(Event("finished", cell, rows=rows))
+                emit(_outcome(running.pop(reference), partial(ray.get, reference)))
     finally:
         if started_here:
             ray.shutdown()
 
 
 def _run_ray_task(task: Record) -> list[Record]:
-    def report(fraction: float, **values: float) -> None:
-        return None
-
     keep_freed_memory()
-    return run_task(task, report)
+    return run_task(task, lambda fraction, **values: None)

@@ -48,7 +48,7 @@ def _check_available() -> None:
         raise RuntimeError(reason)
 
 
-def save(figure: Figure, folder: Path, formats: Iterable[str] = ("svg", "png")) -> list[Path]:
+def save(figure: Figure, folder: Path, formats: Sequence[str] = ("svg", "png")) -> list[Path]:
     """Write a figure to ``NAME.svg`` and ``NAME-dark.svg``, ``NAME.png`` and ``NAME.pdf``; returns the files.
 
     The same figure always gives the same SVG.
@@ -64,15 +64,13 @@ def save(figure: Figure, folder: Path, formats: Iterable[str] = ("svg", "png")) 
     panels = [canvas.draw(chart, 250 if columns == 3 else 340, 220) for chart in drawn]
     spec = canvas.spec(alt.concat(*panels, columns=columns, spacing={"row": 26, "column": 30}))
     light, dark = (_themed(spec, dark=is_dark) for is_dark in (False, True))
-    files: dict[str, bytes] = {}
-    for kind in formats:
-        if kind == "svg":
-            files[".svg"] = _renumbered(vl_convert.vegalite_to_svg(light)).encode()
-            files["-dark.svg"] = _renumbered(vl_convert.vegalite_to_svg(dark)).encode()
-        elif kind == "png":
-            files[".png"] = vl_convert.vegalite_to_png({**light, "background": "white"}, scale=2)
-        else:
-            files[".pdf"] = vl_convert.vegalite_to_pdf({**light, "background": "white"})
+    paper, files = {**light, "background": "white"}, dict[str, bytes]()
+    if "svg" in formats:
+        files[".svg"], files["-dark.svg"] = (_svg(theme).encode() for theme in (light, dark))
+    if "png" in formats:
+        files[".png"] = vl_convert.vegalite_to_png(paper, scale=2)
+    if "pdf" in formats:
+        files[".pdf"] = vl_convert.vegalite_to_pdf(paper)
     folder.mkdir(parents=True, exist_ok=True)
     for ending, content in files.items():
         write_atomically(folder / f"{figure.name}{ending}", content)
@@ -188,23 +186,15 @@ class _Canvas:
         import altair as alt
 
         points = [(one, point) for one in chart.shown for point in one.points]
-        rows = self.data(
-            [
-                {"x": p.x, "y": p.y, "low": p.low, "high": p.high, "text": p.text, "series": one.label}
-                for one, p in points
-            ]
-        )
+        fields = ("x", "y", "low", "high", "text")
+        rows = self.data([{f: getattr(p, f) for f in fields} | {"series": one.label} for one, p in points])
         dots = [{"x": p.x, "y": value, "series": one.label} for one, p in points for value in p.seeds]
         seeds = self.data(dots) if dots else None
         axis: dict[str, Any] = {}
         if chart.log_y and chart.y_range:
             axis = {"format": ".0e", "values": _decades(*chart.y_range), "labelOverlap": False}
-        y = alt.Y(
-            "y:Q",
-            title=chart.y_label,
-            scale=_scale(chart.log_y, chart.y_range),
-            axis=alt.Axis(tickCount=5, **axis),
-        )
+        scale = _scale(chart.log_y, chart.y_range)
+        y = alt.Y("y:Q", title=chart.y_label, scale=scale, axis=alt.Axis(tickCount=5, **axis))
         layers = []
         for guide in chart.guides:
             rule = self.data([{guide.axis: guide.at}]).mark_rule(color="var(--soft)", strokeDash=[3, 3])
@@ -218,12 +208,8 @@ class _Canvas:
 
         ticks: dict[str, Any] = {} if chart.x_ticks is None else {"values": list(chart.x_ticks)}
         ticks |= {"format": "~g"} if chart.log_x else {}
-        x = alt.X(
-            "x:Q",
-            title=chart.x_label,
-            scale=_scale(chart.log_x, None, padding=8),
-            axis=alt.Axis(labelOverlap=True, tickCount=6, grid=False, **ticks),
-        )
+        axis = alt.Axis(labelOverlap=True, tickCount=6, grid=False, **ticks)
+        x = alt.X("x:Q", title=chart.x_label, scale=_scale(chart.log_x, None, padding=8), axis=axis)
         layers = []
         if any(point.low < point.high for one in chart.shown for point in one.points):
             low = alt.Y("low:Q", title=chart.y_label)
@@ -250,10 +236,8 @@ class _Canvas:
                    (("x", chart.x_label), ("series", "model"), ("text", chart.y_label))]  # fmt: skip
         shape: dict[str, Any] = {"y": y, "color": self.color, "tooltip": tooltip}
         if chart.kind == "dots":
-            layers = [rows.mark_tick(thickness=2, size=22).encode(**at, **shape)]
-            return (
-                layers if seeds is None else [*layers, seeds.mark_circle(size=44).encode(**at, y=y, color=self.color)]
-            )
+            drawn = [rows.mark_tick(thickness=2, size=22).encode(**at, **shape)]
+            return drawn + ([] if seeds is None else [seeds.mark_circle(size=44).encode(**at, y=y, color=self.color)])
         layers = [rows.mark_bar(clip=True).encode(**at, **shape)]
         if any(point.low < point.high for one in chart.series for point in one.points):
             low = alt.Y("low:Q", title=chart.y_label)
@@ -316,7 +300,10 @@ def _themed(spec: dict[str, Any], *, dark: bool) -> dict[str, Any]:
     return themed
 
 
-def _renumbered(svg: str) -> str:
-    """The ids of clip paths count from 0 in each file, not in each process."""
+def _svg(spec: dict[str, Any]) -> str:
+    """The drawing as SVG. The ids of clip paths count from 0 in each file, not in each process."""
+    import vl_convert
+
+    svg: str = vl_convert.vegalite_to_svg(spec)
     ids = list(dict.fromkeys(re.findall(r'id="(clip\d+)"', svg)))
     return re.sub(r'(?<=id=")clip\d+(?=")|(?<=url\(#)clip\d+(?=\))', lambda found: f"clip{ids.index(found[0])}", svg)

@@ -13,7 +13,7 @@ from efla.experiments.smnist.claims import (
     arms_of,
     conditions_of,
     corruption_claims,
-    kind_mean,
+    level_means,
     levels_of,
     main_block,
     rate_claims,
@@ -26,7 +26,7 @@ from efla.experiments.smnist.run import SmnistRobustness
 from efla.runs.names import name_of
 from efla.runs.records import Record
 from efla.runs.rows import read_rows
-from efla.runs.statistics import Rows
+from efla.runs.statistics import Rows, spread
 
 LEVELS = {"dropout": (0, 0.2, 0.4), "scale": (1, 4, 16), "noise": (0, 0.1, 0.4)}
 RATES = (1e-4, 3e-4, 1e-3, 3e-3, 1e-2)
@@ -84,7 +84,7 @@ def test_claims_a_and_b_are_judged_apart_and_per_pair() -> None:
 def test_the_number_is_the_plain_mean_over_the_corrupted_levels() -> None:
     values = {1: 0.9, 4: 0.5, 16: 0.2}
     rows = made_up_rows(lambda arm, kind, level, seed: values.get(level, 0.9) - 0.1 * (arm != "exact-flow"))
-    assert kind_mean(rows, Condition("bare", 3e-3), "exact-flow", "scale").mean == pytest.approx(0.35)
+    assert level_means(levels_of(rows, Condition("bare", 3e-3), "exact-flow", "scale"))[0] == pytest.approx(0.35)
     claim = corruption_claims(rows)[0]
     assert claim.difference is not None and claim.difference.mean == pytest.approx(10.0)
     assert claim.reason.startswith("35.0 against 25.0")
@@ -200,7 +200,9 @@ def test_the_tables_of_the_documentation_are_those_of_the_committed_rows() -> No
         for arm in arms_of(Rows(rows).where(row="level", **at._asdict())):
             runs = runs_of(rows, at, arm)
             scale = [levels_of(rows, at, arm, "scale").where(level=level).spread("accuracy") for level in (2, 4, 16)]
-            means = [kind_mean(rows, at, arm, kind) for kind in ("scale", "noise", "dropout")]
+            means = [
+                spread(level_means(levels_of(rows, at, arm, kind)).values()) for kind in ("scale", "noise", "dropout")
+            ]
             shown = [runs.spread("clean_accuracy"), means[0], *scale, *means[1:]]
             diverged = f"{sum(bool(row['diverged']) for row in runs)} of {len(runs)}"
             line = " | ".join([name_of(arm), *(value.text(100) for value in shown), diverged])

@@ -51,9 +51,8 @@ def _charts(rows: Sequence[Record]) -> list[Chart]:
     )
     size, charts = "step size x = βλ", []
     if order:
-        drawn = [
-            _series(rule, row["x"], [max(number(e), _ROUNDING) for e in row["error"]]) for rule, row in order.items()
-        ]
+        errors = {rule: [max(number(e), _ROUNDING) for e in row["error"]] for rule, row in order.items()}
+        drawn = [_series(rule, row["x"], errors[rule]) for rule, row in order.items()]
         title = "a  Error of one token's step"
         charts.append(Chart(title, size, "relative error", drawn, (_ROUNDING, 1e4), log_x=True, log_y=True))
     if stability:
@@ -62,9 +61,8 @@ def _charts(rows: Sequence[Record]) -> list[Chart]:
             for rule, row in stability.items()
         ]
         guides = [Guide("y", 1, "memory grows outside the dashed lines"), Guide("y", -1)]
-        charts.append(
-            Chart("b  Factor along the key in one step", size, "factor R(x)", drawn, (-2.5, 2.5), guides=guides)
-        )
+        title = "b  Factor along the key in one step"
+        charts.append(Chart(title, size, "factor R(x)", drawn, (-2.5, 2.5), guides=guides))
     if memory:
         config = next(iter(memory.values()))["config"]
         start, tokens = config["burst_start"], config["burst_tokens"]
@@ -74,8 +72,8 @@ def _charts(rows: Sequence[Record]) -> list[Chart]:
         guides = [Guide("x", start, text), Guide("x", start + tokens)]
         charts.append(Chart(title, "token", "norm of the memory", drawn, (0.1, 1e15), log_y=True, guides=guides))
         drawn = [_series(rule, row["scale"], row["largest_norm"]) for rule, row in memory.items()]
-        ends = [(one.key, float(next(p.x for p in one.points if not math.isfinite(p.y)))) for one in drawn
-                if any(not math.isfinite(p.y) for p in one.points)]  # fmt: skip
+        lost = {one.key: [float(p.x) for p in one.points if not math.isfinite(p.y)] for one in drawn}
+        ends = [(key, at[0]) for key, at in lost.items() if at]
         title = "d  All keys scaled up (× overflows float32)"  # noqa: RUF001
         powers = [2.0**i for i in range(7)]
         charts.append(

@@ -114,20 +114,17 @@ class Runs(Rows):
 
     def chance_sentence(self) -> str:
         """How many multiple-choice accuracies are consistent with chance."""
-        near, total = 0, 0
-        for arm in self.arms:
-            for task, column in CHOICES.items():
-                found = self.choice(arm, task)
-                if found is None or column.chance is None:
-                    continue
-                chance = column.chance / 100
-                total += 1
-                near += abs(found[0] - chance) <= 2 * math.sqrt(chance * (1 - chance) / found[1])
-        if not total:
+        near = [
+            abs(found[0] - chance) <= 2 * math.sqrt(chance * (1 - chance) / found[1])
+            for arm in self.arms
+            for task, column in CHOICES.items()
+            if (found := self.choice(arm, task)) and (chance := (column.chance or 0) / 100)
+        ]
+        if not near:
             return ""
         return (
-            f"{near} of {total} accuracies (all arms, one seed) lie within two standard errors of chance: a test of the scorer, "
-            "not averaged into a claim"
+            f"{sum(near)} of {len(near)} accuracies (all arms, one seed) lie within two standard errors of chance: a test of the "
+            "scorer, not averaged into a claim"
         )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -66,24 +66,20 @@ class Subject:
 
 def measurements(subject: Subject) -> dict[str, Callable[[Subject], Record]]:
     """The measurements of a cell by name, in the order in which they are made."""
-    found: dict[str, Callable[[Subject], Record]] = {"test": _test, "validation": _validation}
+    config = subject.config
+    found: dict[str, Callable[[Subject], Record]] = {
+        "test": lambda subject: _bits(subject.validate("test", config.test_bytes)),
+        "validation": lambda subject: _bits(subject.validate("validation", config.final_validation_bytes)),
+    }
     if subject.arm in RAW_KEYS:
         found["keys"] = _keys
     if subject.arm in RECURRENT:
         found["positions"] = _positions
-    if subject.config.downstream:
+    if config.downstream:
         found |= {"wikitext": _wikitext, "lambada": _lambada}
-        if subject.seed == subject.config.choice_seed:
+        if subject.seed == config.choice_seed:
             found["choices"] = _choices
     return found
-
-
-def _test(subject: Subject) -> Record:
-    return _bits(subject.validate("test", subject.config.test_bytes))
-
-
-def _validation(subject: Subject) -> Record:
-    return _bits(subject.validate("validation", subject.config.final_validation_bytes))
 
 
 def _bits(found: Validation) -> Record:
@@ -96,12 +92,8 @@ def _wikitext(subject: Subject) -> Record:
 
     task = subject.task("wikitext", subject.config.wikitext_items)
     items = wikitext_items(subject.harness(subject.config.length), task, carried=False)
-    return {
-        "word_perplexity": metric_items(items, "word_perplexity").exact_metric(),
-        "bits": metric_items(items, "bits_per_byte").exact_metric(),
-        "words": sum(item["words"] for item in items),
-        "articles": len(items),
-    }
+    found = _metrics(items, {"word_perplexity": "word_perplexity", "bits": "bits_per_byte"})
+    return found | {"words": sum(item["words"] for item in items), "articles": len(items)}
 
 
 def _lambada(subject: Subject) -> Record:
@@ -110,12 +102,8 @@ def _lambada(subject: Subject) -> Record:
 
     task = subject.task("lambada_openai", subject.config.lambada_items)
     items = run_task(subject.harness(subject.config.length), "lambada_openai", task).items
-    return {
-        "perplexity": metric_items(items, "perplexity").exact_metric(),
-        "accuracy": metric_items(items, "acc").exact_metric(),
-        "bits": metric_items(items, "bits_per_byte").exact_metric(),
-        "passages": len(items),
-    }
+    names = {"perplexity": "perplexity", "accuracy": "acc", "bits": "bits_per_byte"}
+    return _metrics(items, names) | {"passages": len(items)}
 
 
 def _choices(subject: Subject) -> Record:
@@ -126,9 +114,13 @@ def _choices(subject: Subject) -> Record:
     found: Record = {}
     for name in CHOICES:
         items = run_task(model, name, subject.task(name, subject.config.choice_items)).items
-        accuracies = {metric: metric_items(items, metric).exact_metric() for metric in ("acc", "acc_norm")}
-        found[name] = {**accuracies, "items": len(items)}
+        found[name] = _metrics(items, {"acc": "acc", "acc_norm": "acc_norm"}) | {"items": len(items)}
     return found
+
+
+def _metrics(items: Sequence[Record], names: dict[str, str]) -> Record:
+    """Metrics of the items; names: key in the row -> the harness's name."""
+    return {key: metric_items(items, name).exact_metric() for key, name in names.items()}
 
 
 def _positions(subject: Subject) -> Record:

@@ -38,7 +38,7 @@ def sections(rows: Sequence[Record], source: str) -> list[Section]:
             ),
             claims=claims(rows),
             figures=[
-                Figure("lm", "Every run, validation during training, length and keys", _NOTE, _charts(runs, arms)),
+                Figure("lm", "Every run, validation during training, length and keys", _NOTE, _charts(runs, arms))
             ],
             tables=[table for table in tables if table.rows],
             settings=settings_table(runs),
@@ -55,7 +55,11 @@ def _charts(runs: Runs, arms: Sequence[str]) -> list[Chart]:
         [over_seeds(arm, runs.over_bytes(arm, key), digits=3) for arm in arms] for key in ("validations", "largest_step_sizes")
     )  # fmt: skip
     positions = [over_seeds(arm, runs.over_positions(arm), digits=3) for arm in arms]
-    tested = _test_bits(runs, arms)
+    tested = []  # a dot for every run, and their mean
+    for arm in arms:
+        found = runs.metric(arm, "bits")
+        dots = [value for value in found.values if math.isfinite(value)]
+        tested.append(Series(arm, name_of(arm), [Point(name_of(arm), found.mean, text=found.text(1, 4), seeds=dots)]))
     charts = [
         Chart("Test text, every run", "model", bits, tested, _y_range(tested), kind="dots"),
         Chart("Validation text", seen, bits, validation, _y_range(validation)),
@@ -70,16 +74,6 @@ def _charts(runs: Runs, arms: Sequence[str]) -> list[Chart]:
     ends = (0.1, 2 * largest) if tall else (0.0, 1.05 * max(largest, 2.0))
     charts.append(Chart("Raw keys on a validation batch", seen, "largest βλ", steps, ends, log_y=tall, guides=limit))
     return [chart for chart in charts if chart.shown]
-
-
-def _test_bits(runs: Runs, arms: Sequence[str]) -> list[Series]:
-    """A dot for every run, and their mean."""
-    found = []
-    for arm in arms:
-        bits = runs.metric(arm, "bits")
-        values = [value for value in bits.values if math.isfinite(value)]
-        found.append(Series(arm, name_of(arm), [Point(name_of(arm), bits.mean, text=bits.text(1, 4), seeds=values)]))
-    return found
 
 
 def _y_range(series: Sequence[Series]) -> tuple[float, float]:
@@ -146,9 +140,8 @@ def _keys(runs: Runs) -> Table:
     for row in runs:
         for layer in row.get("keys", {}).get("layers", ()):
             quantiles = [tidy(number(value)) for key in ("lam", "step_size") for value in layer[key]]
-            lines.append(
-                [name_of(row["arm"]), f"{row['rate']:g}", str(row["seed"]), str(layer["layer"] + 1), *quantiles]
-            )
+            run = [name_of(row["arm"]), f"{row['rate']:g}", str(row["seed"])]
+            lines.append([*run, str(layer["layer"] + 1), *quantiles])
     columns = ["model", "rate", "seed", "layer", "λ 50 %", "99 %", "largest", "βλ 50 %", "99 %", "largest"]
     return Table("Energy of raw keys by layer, on one validation batch", columns, lines)
 

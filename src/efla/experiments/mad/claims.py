@@ -1,9 +1,11 @@
 """Scores from MAD rows, numbers that others published, the paper's claims, and the summary of the terminal."""
 
+import csv
 import math
 from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
 from textwrap import fill
-from typing import NamedTuple
 
 from efla.experiments.arms import ARMS
 from efla.experiments.mad.config import TASK_ORDER, profile
@@ -56,35 +58,26 @@ def runs_of(rows: Sequence[Record], task: str, setting: str, arm: str) -> Rows:
     return Rows(rows).cells().where(task=task, setting=setting, arm=arm)
 
 
-def seeds_of(rows: Sequence[Record], task: str, setting: str, arm: str) -> list[int]:
-    """Seeds with which an arm was trained on a setting."""
-    return runs_of(rows, task, setting, arm).values("seed")
-
-
-def setting_score(
-    rows: Sequence[Record], task: str, setting: str, arm: str, seed: int, metric: str = "reference_accuracy"
-) -> float:
-    """The best run over learning rates and weight decays, without non-finite ones; not-a-number if none is left."""
-    found = [number(row[metric]) for row in runs_of(rows, task, setting, arm).where(seed=seed)]
-    return max((value for value in found if math.isfinite(value)), default=math.nan)
-
-
-def setting_spread(
+def setting_scores(
     rows: Sequence[Record], task: str, setting: str, arm: str, metric: str = "reference_accuracy"
-) -> Spread:
-    """A setting's score over seeds."""
-    return spread(setting_score(rows, task, setting, arm, seed, metric) for seed in seeds_of(rows, task, setting, arm))
+) -> dict[int, float]:
+    """Seed -> best run over learning rates and weight decays, without non-finite ones; not-a-number if none is left."""
+    found: dict[int, list[float]] = {}
+    for row in runs_of(rows, task, setting, arm):
+        found.setdefault(row["seed"], []).append(number(row[metric]))
+    return {seed: max(filter(math.isfinite, found[seed]), default=math.nan) for seed in sorted(found)}
 
 
-def task_score(rows: Sequence[Record], task: str, arm: str, metric: str = "reference_accuracy") -> Spread:
+def task_score(rows: Sequence[Record], task: str, arm: str) -> Spread:
     """Mean over the settings of a task that all arms of the rows were run on, first seed; one number, no spread."""
-    values = [setting_score(rows, task, name, arm, first_seed(rows), metric) for name in shared_settings(rows, task)]
+    first = first_seed(rows)
+    values = [setting_scores(rows, task, name, arm)[first] for name in shared_settings(rows, task)]
     return spread([sum(values) / len(values)] if values else [])
 
 
-def overall_score(rows: Sequence[Record], arm: str, metric: str = "reference_accuracy") -> float:
+def overall_score(rows: Sequence[Record], arm: str) -> float:
     """Mean of the task scores (not over settings); not-a-number while a task is missing."""
-    scores = [task_score(rows, task, arm, metric) for task in TASK_ORDER]
+    scores = [task_score(rows, task, arm) for task in TASK_ORDER]
     return math.nan if any(score.n == 0 for score in scores) else sum(s.mean for s in scores) / len(scores)
 
 
@@ -97,7 +90,8 @@ def first_seed(rows: Sequence[Record]) -> int:
 def shared_settings(rows: Sequence[Record], task: str) -> list[str]:
     """Settings of a task that every arm in the rows of the task was trained on with the first seed."""
     arms, first = arms_of(Rows(rows).where(task=task)), first_seed(rows)
-    return [name for name in settings_of(rows, task) if all(first in seeds_of(rows, task, name, arm) for arm in arms)]
+    names = settings_of(rows, task)
+    return [name for name in names if all(runs_of(rows, task, name, arm).where(seed=first) for arm in arms)]
 
 
 def judged_settings(rows: Sequence[Record], task: str) -> list[str]:
@@ -125,44 +119,12 @@ def loss_curve(rows: Sequence[Record], task: str, setting: str, arm: str) -> Cur
     return curve((step, number(loss)) for row in best for step, loss in row["losses"])
 
 
-class Published(NamedTuple):
-    """A model's published score on each task, in percent. Only the reference profile may be compared with it."""
+@cache
+def published() -> list[dict[str, str]]:
+    """Scores that others published, in percent by task. Only the reference profile may be compared with them."""
+    with open(Path(__file__).with_name("published.csv"), encoding="utf-8", newline="") as file:
+        return list(csv.DictReader(file))
 
-    source: str
-    model: str
-    compression: float
-    fuzzy: float
-    recall: float
-    memorization: float
-    noisy: float
-    copying: float
-    mean: float
-
-    def by_task(self) -> dict[str, float]:
-        return {
-            "compression": self.compression, "fuzzy-in-context-recall": self.fuzzy, "in-context-recall": self.recall,
-            "memorization": self.memorization, "noisy-in-context-recall": self.noisy, "selective-copying": self.copying,
-        }  # fmt: skip
-
-
-_DELTANET = "DeltaNet paper (arXiv 2406.06484)"
-_BENCH = "HassanJbara/lin-attn-bench"
-_METALA = "MetaLA paper, table A6"
-PUBLISHED = (
-    Published(_DELTANET, "DeltaNet", 42.2, 35.7, 100, 52.8, 100, 100, 71.8),
-    Published(_DELTANET, "Transformer", 51.6, 29.8, 94.1, 85.2, 86.8, 99.6, 74.5),
-    Published(_DELTANET, "Mamba", 52.7, 6.7, 90.4, 89.5, 90.1, 86.3, 69.3),
-    Published(_DELTANET, "GLA", 38.8, 6.9, 80.8, 63.3, 81.6, 88.6, 60.0),
-    Published(_DELTANET, "Hyena", 45.2, 7.9, 81.7, 89.5, 78.8, 93.1, 66.0),
-    Published(_DELTANET, "multi-head Hyena", 44.8, 14.4, 99.0, 89.4, 98.6, 93.0, 73.2),
-    Published(_BENCH, "DeltaNet", 39.6, 39.3, 99.9, 39.4, 99.9, 99.7, 69.7),
-    Published(_BENCH, "Gated DeltaNet", 43.5, 28.6, 99.9, 55.2, 99.9, 99.7, 71.2),
-    Published(_BENCH, "Transformer", 43.2, 56.5, 90.5, 78.8, 89.7, 99.8, 76.4),
-    Published(_BENCH, "Mamba", 49.1, 12.3, 99.3, 89.6, 99.7, 88.7, 73.1),
-    Published(_BENCH, "GLA", 40.8, 15.5, 91.8, 77.1, 93.1, 89.1, 67.9),
-    Published(_METALA, "Mamba", 43.95, 9.60, 87.92, 89.45, 90.91, 81.79, 67.27),
-    Published(_METALA, "GLA", 37.70, 12.45, 91.58, 57.05, 92.58, 88.63, 63.33),
-)
 
 PAPER = {"DeltaNet": 65.7, "EFLA": 66.4}
 """The EFLA paper's averages over the six tasks; it prints no number per task."""
@@ -189,12 +151,9 @@ def comparability(rows: Sequence[Record]) -> str:
             "These runs follow the reference's protocol (all 66 settings, best of six runs each), so their scores may be "
             "put beside published ones; model selection looks at the test set, as the reference's does."
         )
-    name = Rows(rows).cells()[0]["profile"]
-    reason = (
-        "the profile was not run whole and as it is"
-        if name == "reference"
-        else "it runs fewer settings with a smaller budget"
-    )
+    name, reason = Rows(rows).cells()[0]["profile"], "it runs fewer settings with a smaller budget"
+    if name == "reference":
+        reason = "the profile was not run whole and as it is"
     return f"Scores of the {name} profile may be compared across arms of the same profile, never with published ones: {reason}."
 
 
@@ -254,15 +213,14 @@ def _most_claim(gains: dict[str, dict[int, float]], against: str) -> Claim:
     found = difference(100 * value for value in advantages(two, four).values())
     means = {task: difference(100 * value for value in gain.values()).mean for task, gain in gains.items()}
     order = sorted(means, key=lambda task: (math.isnan(means[task]), -means[task]))
-    reason = "gains " + ", ".join(
-        f"{task} {'diverged' if math.isnan(means[task]) else f'{means[task]:+.1f}'}" for task in order
-    )
+    shown = ("diverged" if math.isnan(means[task]) else f"{means[task]:+.1f}" for task in order)
+    reason = "gains " + ", ".join(map(" ".join, zip(order, shown, strict=True)))
     return Claim("c", _MOST, f"these two minus the rest{against}", found.verdict, reason, found, "points")
 
 
 def _mean(values: dict[str, dict[int, float]]) -> dict[int, float]:
-    """Seed -> mean over tasks, for the seeds of all tasks."""
-    seeds = set.intersection(*(set(found) for found in values.values()))
+    """Seed -> mean over tasks or settings, for the seeds that all of them have."""
+    seeds = set.intersection(*(set(found) for found in values.values())) if values else set()
     return {seed: sum(found[seed] for found in values.values()) / len(values) for seed in sorted(seeds)}
 
 
@@ -273,9 +231,7 @@ def _on(rows: Sequence[Record], task: str) -> str:
 
 def _scores(rows: Sequence[Record], task: str, arm: str) -> dict[int, float]:
     """Seed -> mean over the settings that are judged, for the seeds that were trained on all of them."""
-    names = judged_settings(rows, task)
-    seeds = set.intersection(*(set(seeds_of(rows, task, name, arm)) for name in names)) if names else set()
-    return {seed: sum(setting_score(rows, task, n, arm, seed) for n in names) / len(names) for seed in sorted(seeds)}
+    return _mean({name: setting_scores(rows, task, name, arm) for name in judged_settings(rows, task)})
 
 
 def text_summary(rows: Sequence[Record], verbose: bool = False) -> str:
@@ -284,7 +240,7 @@ def text_summary(rows: Sequence[Record], verbose: bool = False) -> str:
         return "no finished cells yet"
     arms = arms_of(rows)
     lines = [
-        [f"{task}, {name}", *(setting_spread(rows, task, name, arm).text(100) for arm in arms)]
+        [f"{task}, {name}", *(spread(setting_scores(rows, task, name, arm).values()).text(100) for arm in arms)]
         for task in tasks_of(rows)
         for name in settings_of(rows, task)
     ]

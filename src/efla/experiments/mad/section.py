@@ -10,7 +10,7 @@ from efla.runs.chart import Chart, Figure, Series, over_seeds, seed_point
 from efla.runs.names import name_of
 from efla.runs.records import Record, number
 from efla.runs.sections import Section, Table, applicable, budget, settings_table
-from efla.runs.statistics import Rows
+from efla.runs.statistics import Rows, Spread, spread
 
 TITLES = {
     "memorization": "Memorize",
@@ -60,17 +60,18 @@ def sections(rows: Sequence[Record], source: str) -> list[Section]:
     ]
 
 
+def _spread(rows: Sequence[Record], task: str, setting: str, arm: str, metric: str = "reference_accuracy") -> Spread:
+    """A setting's score over seeds."""
+    return spread(claims.setting_scores(rows, task, setting, arm, metric).values())
+
+
 def _bars(rows: Sequence[Record], task: str, arms: Sequence[str]) -> Chart:
     names = claims.settings_of(rows, task)
-    found = {(arm, name): claims.setting_spread(rows, task, name, arm) for arm in arms for name in names}
-    series = [
-        Series(
-            arm,
-            name_of(arm),
-            [seed_point(name, score, 100, dots=True) for name in names if (score := found[arm, name]).n],
-        )
-        for arm in arms
-    ]
+    series = []
+    for arm in arms:
+        scores = {name: _spread(rows, task, name, arm) for name in names}
+        points = [seed_point(name, score, 100, dots=True) for name, score in scores.items() if score.n]
+        series.append(Series(arm, name_of(arm), points))
     return Chart(TITLES[task], "setting", "reference accuracy, %", series, (0, 100), kind="bars")
 
 
@@ -89,8 +90,8 @@ def _published_table(rows: Sequence[Record], arms: Sequence[str]) -> Table:
         overall = claims.overall_score(rows, arm)
         lines.append([f"ours: {name_of(arm)}", _percent(overall), *(score.text(100) for score in scores)])
     lines += [
-        [f"{row.model} ({row.source})", f"{row.mean:g}", *(f"{row.by_task()[task]:g}" for task in TASK_ORDER)]
-        for row in claims.PUBLISHED
+        [f"{row['model']} ({row['source']})", row["mean"], *(row[task] for task in TASK_ORDER)]
+        for row in claims.published()
     ]
     lines += [
         [f"{model} (EFLA paper, averages only)", str(mean), *("" for _ in TASK_ORDER)]
@@ -106,7 +107,7 @@ def _settings(rows: Sequence[Record], arms: Sequence[str]) -> Table:
     for task in claims.tasks_of(rows):
         for name in claims.settings_of(rows, task):
             for metric, label in claims.METRICS.items():
-                values = [claims.setting_spread(rows, task, name, arm, metric).text(100) for arm in arms]
+                values = [_spread(rows, task, name, arm, metric).text(100) for arm in arms]
                 lines.append([f"{TITLES[task]}, {name}", label, *values])
     dropped = [str(claims.nonfinite(rows, arm)) for arm in arms]
     lines.append(["all", "runs dropped because not finite", *dropped])
@@ -140,9 +141,9 @@ def _not_concluded(rows: Sequence[Record], cells: Sequence[Record]) -> list[str]
         f"{TITLES[task]} {name}"
         for task in tasks
         for name in settings[task]
-        if max(len(claims.seeds_of(rows, task, name, arm)) for arm in arms) < 2
+        if max(len(claims.setting_scores(rows, task, name, arm)) for arm in arms) < 2
     )
-    scores = {task: [claims.setting_spread(rows, task, settings[task][0], arm) for arm in arms] for task in tasks}
+    scores = {task: [_spread(rows, task, settings[task][0], arm) for arm in arms] for task in tasks}
     solved = ", ".join(TITLES[task] for task in tasks if all(score.mean > 0.99 for score in scores[task] if score.n))
     overlaps = {(row["task"], row["setting"], row["data"]["overlap"]) for row in cells}
     shared = ", ".join(sorted(f"{TITLES[t]} {name} ({x:.1%})" for t, name, x in overlaps if x > OVERLAP_WARNING))

@@ -14,7 +14,6 @@ from efla.runs.statistics import (
     Claim,
     Curve,
     Rows,
-    Spread,
     advantages,
     compare,
     compare_all,
@@ -91,11 +90,6 @@ def level_means(levels: Rows, field: str = "accuracy") -> dict[int, float]:
     return {seed: corrupted.where(seed=seed).spread(field).mean for seed in corrupted.values("seed")}
 
 
-def kind_mean(rows: Sequence[Record], at: Condition, arm: str, kind: str) -> Spread:
-    """The plain mean accuracy over the corrupted levels, over seeds."""
-    return spread(level_means(levels_of(rows, at, arm, kind)).values())
-
-
 def loss_curve(rows: Sequence[Record], at: Condition, arm: str, window: int = 20) -> Curve:
     """Training loss against the step, smoothed with a trailing window, over the seeds that got that far."""
     curves = []
@@ -131,36 +125,28 @@ def comparisons(rows: Sequence[Record]) -> Iterator[Comparison]:
     for at in conditions:
         for arm in OTHERS:
             if (at.block, arm) != ("authors", MAIN):
-                yield Comparison(f"{name_of(arm)}, {_where(at)}", at, arm, at)
-
-
-def _where(at: Condition) -> str:
-    return f"both at {at.rate:g}" if at.block == "authors" else f"{at.block} block, {at.rate:g}"
+                where = f"both at {at.rate:g}" if at.block == "authors" else f"{at.block} block, {at.rate:g}"
+                yield Comparison(f"{name_of(arm)}, {where}", at, arm, at)
 
 
 def corruption_claims(rows: Sequence[Record]) -> list[Claim]:
     """Claims (a) and (b): the mean accuracy over the corrupted levels in every comparison."""
-    found = []
-    for kind, (letter, sentence) in _SENTENCES.items():
-        for comparison in comparisons(rows):
-            ours = levels_of(rows, comparison.ours, OURS, kind)
-            theirs = levels_of(rows, comparison.theirs, comparison.arm, kind)
-            if ours and theirs:
-                found.append(_corruption_claim(rows, kind, letter, sentence, comparison, ours, theirs))
-    return found
+    found = (_corruption_claim(rows, kind, each) for kind in _SENTENCES for each in comparisons(rows))
+    return [claim for claim in found if claim]
 
 
-def _corruption_claim(
-    rows: Sequence[Record], kind: str, letter: str, sentence: str, comparison: Comparison, ours: Rows, theirs: Rows
-) -> Claim:
+def _corruption_claim(rows: Sequence[Record], kind: str, comparison: Comparison) -> Claim | None:
+    """The claim on a kind of corruption; ``None`` if an arm was not tested on it."""
+    ours = levels_of(rows, comparison.ours, OURS, kind)
+    theirs = levels_of(rows, comparison.theirs, comparison.arm, kind)
+    if not (ours and theirs):
+        return None
     # Equal image sets: every fifth test image where one of the arms has only those.
     same = ours.values("images") == theirs.values("images")
     field = "accuracy" if same else "accuracy_test2k"
     levels = ours.values("level")[1:]
-    each = [
-        difference(advantages(*(_by_seed(arm.where(level=at), field) for arm in (ours, theirs))).values())
-        for at in levels
-    ]
+    pairs = ([_by_seed(arm.where(level=at), field) for arm in (ours, theirs)] for at in levels)
+    each = [difference(advantages(*pair).values()) for pair in pairs]
     if max((found.n for found in each), default=0) > 1:
         verdicts = [found.verdict for found in each]
         note = f"of {len(levels)} levels seen at {verdicts.count(SEEN)}, reversed at {verdicts.count(REVERSED)}"
@@ -170,10 +156,10 @@ def _corruption_claim(
         note = f"EFLA at {comparison.ours.rate:g}, DeltaNet at {comparison.theirs.rate:g}; {note}"
     for arm, at in ((OURS, comparison.ours), (comparison.arm, comparison.theirs)):
         runs = runs_of(rows, at, arm)
-        if diverged := sum(bool(row["diverged"]) for row in runs):
+        if diverged := len(runs.where(diverged=True)):
             note += f"; {name_of(arm)} diverged in {diverged} of {len(runs)} runs"
     return compare(
-        letter, sentence, f"{_KINDS[kind]}, {comparison.title}", level_means(ours, field), level_means(theirs, field),
+        *_SENTENCES[kind], f"{_KINDS[kind]}, {comparison.title}", level_means(ours, field), level_means(theirs, field),
         unit="points", scale=100, note=note,
     )  # fmt: skip
 
@@ -247,33 +233,27 @@ def text_summary(rows: Sequence[Record], verbose: bool = False) -> str:
     """Accuracy in percent by arm and level, and claims (a) and (b), as plain text; verbose: every block and level."""
     lines: list[str] = []
     block = main_block(rows)
-    conditions = [at for at in conditions_of(rows) if verbose or at.block == block]
-    for at in conditions:
-        lines += [
-            f"{at.block} block, rate {at.rate:g}: {_LEGEND}",
-            *_table(rows, at, verbose),
-        ]
+    for at in (at for at in conditions_of(rows) if verbose or at.block == block):
+        lines += [f"{at.block} block, rate {at.rate:g}: {_LEGEND}", *_table(rows, at, verbose)]
     return "\n".join([*lines, "", *claims_text(corruption_claims(rows), verbose), *_data_lines(rows)])
 
 
 def _table(rows: Sequence[Record], at: Condition, verbose: bool) -> list[str]:
     """One line an arm: clean, then the levels of each kind (two of each, unless verbose)."""
-    columns, lines = ["", "clean"], []
-    shown = [
-        (kind, level)
-        for kind in _KINDS
-        for level in _some(Rows(rows).where(row="level", kind=kind, **at._asdict()).values("level")[1:], verbose)
-    ]
-    columns += [f"{_SIGNS[kind]}{level:g}" for kind, level in shown]
-    for arm in arms_of(Rows(rows).where(row="level", **at._asdict())):
+    tests = Rows(rows).where(row="level", **at._asdict())
+    levels = {kind: tests.where(kind=kind).values("level")[1:] for kind in _KINDS}
+    if not verbose:
+        levels = {
+            kind: all_ if len(all_) < 3 else [all_[len(all_) // 4], all_[len(all_) // 2]]
+            for kind, all_ in levels.items()
+        }
+    shown = [(kind, level) for kind in _KINDS for level in levels[kind]]
+    columns, lines = ["", "clean", *(f"{_SIGNS[kind]}{level:g}" for kind, level in shown)], []
+    for arm in arms_of(tests):
         clean = runs_of(rows, at, arm).spread("clean_accuracy")
         points = [levels_of(rows, at, arm, kind).where(level=level).spread("accuracy") for kind, level in shown]
         lines.append([f"  {name_of(arm)}", *(f"{100 * point.mean:.1f}" for point in (clean, *points))])
     return text_table(columns, lines)
-
-
-def _some(levels: Sequence[float], verbose: bool) -> Sequence[float]:
-    return levels if verbose or len(levels) < 3 else (levels[len(levels) // 4], levels[len(levels) // 2])
 
 
 def rates_summary(rows: Sequence[Record], verbose: bool = False) -> str:

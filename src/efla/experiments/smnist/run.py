@@ -67,12 +67,11 @@ class Data:
 
     @classmethod
     def of(cls, mnist: smnist.Mnist, config: SmnistConfig) -> Data:
-        count = len(mnist.train) if config.train_images is None else config.train_images
-        if not config.batch <= count <= len(mnist.train):
-            raise ValueError(
-                f"train_images must lie between the batch size, {config.batch}, and the {len(mnist.train)} training images of "
-                f"the source, got {count}"
-            )
+        most = len(mnist.train)
+        count = most if config.train_images is None else config.train_images
+        if not config.batch <= count <= most:
+            limits = f"the batch size, {config.batch}, and the {most} training images of the source"
+            raise ValueError(f"train_images must lie between {limits}, got {count}")
         order = np.random.default_rng(0).permutation(len(mnist.train))[:count]
         return cls(
             train_x=torch.from_numpy(smnist.sequences(mnist.train.pixels[order], config.length)),

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 from efla.experiments.smnist import claims
 from efla.experiments.smnist.config import CHANCE_LOSS, MAIN_ARMS
@@ -9,7 +10,7 @@ from efla.runs.chart import Chart, Figure, Series, over_seeds, tidy
 from efla.runs.names import name_of
 from efla.runs.records import Record, number
 from efla.runs.sections import Section, Table, applicable, budget, settings_table
-from efla.runs.statistics import Rows, Spread
+from efla.runs.statistics import Rows, spread
 
 PANELS = {
     "scale": "intensity multiplied by",
@@ -54,10 +55,7 @@ def _corruption(rows: Sequence[Record], source: str) -> Section:
         claims=claims.corruption_claims(rows),
         figures=figures,
         tables=tables,
-        settings=settings_table(cells),
-        data=_data(cells),
-        budget=budget(cells),
-        not_concluded=_not_concluded(cells),
+        **_about(cells),
     )
 
 
@@ -69,11 +67,7 @@ def _rates(rows: Sequence[Record], source: str) -> Section:
     crosses = [(row["arm"], row["rate"]) for row in cells if row["diverged"] and row["arm"] in arms]
 
     def against_rate(field: str, unit: float, digits: int) -> list[Series]:
-        drawn = []
-        for arm in arms:
-            kept = [(rate, value) for rate in rates if (value := _run_spread(cells, rate, arm, field)).n]
-            drawn.append(over_seeds(arm, ([r for r, _ in kept], [v for _, v in kept]), unit, digits, dots=True))
-        return drawn
+        return [over_seeds(arm, cells.where(arm=arm).curve("rate", field), unit, digits, dots=True) for arm in arms]
 
     lowest = min((100 * row["clean_accuracy"] for row in cells), default=0.0)
     floor = max(0.0, 10.0 * math.floor((lowest - 5) / 10))
@@ -88,17 +82,12 @@ def _rates(rows: Sequence[Record], source: str) -> Section:
               [over_seeds(arm, claims.loss_curve(rows, claims.Condition(block, rate), arm), digits=3) for arm in arms], (0, 2.5))
         for rate in rates
     ]  # fmt: skip
-    table = Table(
-        "Loss and accuracy by rate",
-        ["model", "rate", "seeds", "final training loss", "clean accuracy, %", "diverged"],
-        [
-            [name_of(arm), f"{rate:g}", str(loss.n), loss.text(1, 3), accuracy.text(100), _diverged(cells, arm, rate)]
-            for arm in claims.arms_of(cells)
-            for rate in rates
-            if (loss := _run_spread(cells, rate, arm, "final_loss")).n
-            and (accuracy := _run_spread(cells, rate, arm, "clean_accuracy")).n
-        ],
-    )
+    lines = [
+        [name_of(arm), f"{rate:g}", str(len(runs)), runs.spread("final_loss").text(1, 3),
+         runs.spread("clean_accuracy").text(100), f"{len(runs.where(diverged=True))} of {len(runs)}"]
+        for arm in claims.arms_of(cells) for rate in rates if (runs := cells.where(arm=arm, rate=rate))
+    ]  # fmt: skip
+    columns = ["model", "rate", "seeds", "final training loss", "clean accuracy, %", "diverged"]
     return Section(
         key="lr",
         title="Learning-rate robustness",
@@ -110,17 +99,14 @@ def _rates(rows: Sequence[Record], source: str) -> Section:
             Figure("lr", "Loss and accuracy against the rate", _NOTE, against),
             Figure("lr-training", "Training curves", _NOTE, curves),
         ],
-        tables=[table],
-        settings=settings_table(cells),
-        data=_data(cells),
-        budget=budget(cells),
-        not_concluded=_not_concluded(cells),
+        tables=[Table("Loss and accuracy by rate", columns, lines)],
+        **_about(cells),
     )
 
 
 def _figure(rows: Sequence[Record], at: claims.Condition, arms: Sequence[str], name: str) -> Figure:
     few = set(arms) <= set(MAIN_ARMS)
-    diverged = {arm: sum(bool(row["diverged"]) for row in claims.runs_of(rows, at, arm)) for arm in arms}
+    diverged = {arm: len(claims.runs_of(rows, at, arm).where(diverged=True)) for arm in arms}
     charts = []
     for kind, label in PANELS.items():
         curves = {arm: claims.levels_of(rows, at, arm, kind).curve("level", "accuracy") for arm in arms}
@@ -140,29 +126,21 @@ def _levels_table(rows: Sequence[Record], at: claims.Condition, arms: Sequence[s
     lines = []
     for arm in arms:
         mine = claims.levels_of(rows, at, arm, kind)
-        _, curve = mine.curve("level", "accuracy")
-        _, kept = mine.curve("level", "retention")
-        mean = claims.kind_mean(rows, at, arm, kind)
-        lines.append([name_of(arm), *(point.text(100) for point in curve), mean.text(100)])
-        lines.append([f"{name_of(arm)}, of clean", *(point.text(100) for point in kept), ""])
-    return Table(
-        f"{kind.capitalize()}: accuracy in % ({name})",
-        ["model", *map(tidy, levels), "mean of corrupted levels"],
-        lines,
-    )
+        accuracy, kept = ([point.text(100) for point in mine.curve("level", f)[1]] for f in ("accuracy", "retention"))
+        lines.append([name_of(arm), *accuracy, spread(claims.level_means(mine).values()).text(100)])
+        lines.append([f"{name_of(arm)}, of clean", *kept, ""])
+    columns = ["model", *map(tidy, levels), "mean of corrupted levels"]
+    return Table(f"{kind.capitalize()}: accuracy in % ({name})", columns, lines)
 
 
 def _step_sizes(rows: Sequence[Record], at: claims.Condition, arms: Sequence[str], name: str) -> Table:
     levels = claims.levels_of(rows, at, arms[0], "scale").values("level")
     lines = []
+    numbers = {"median βλ": ("median_step_size", 1), "largest βλ": ("largest_step_size", 1),
+               "non-finite rows, %": ("nonfinite", 100)}  # fmt: skip
     for arm in arms:
-        for field, label in (
-            ("median_step_size", "median βλ"),
-            ("largest_step_size", "largest βλ"),
-            ("nonfinite", "non-finite rows, %"),
-        ):
+        for label, (field, unit) in numbers.items():
             _, curve = claims.levels_of(rows, at, arm, "scale").curve("level", field)
-            unit = 100 if field == "nonfinite" else 1
             values = (tidy(unit * point.mean) if math.isfinite(point.mean) else "not finite" for point in curve)
             lines.append([name_of(arm), label, *values])
     return Table(f"Energy of the keys under scaling ({name})", ["model", "number", *map(tidy, levels)], lines)
@@ -183,22 +161,15 @@ def _runs_table(cells: Sequence[Record]) -> Table:
     return Table("Every run", columns, lines)
 
 
-def _run_spread(cells: Sequence[Record], rate: float, arm: str, field: str) -> Spread:
-    return Rows(cells).where(rate=rate, arm=arm).spread(field)
-
-
-def _diverged(cells: Sequence[Record], arm: str, rate: float) -> str:
-    chosen = Rows(cells).where(arm=arm, rate=rate)
-    return f"{sum(bool(row['diverged']) for row in chosen)} of {len(chosen)}"
-
-
-def _data(cells: Sequence[Record]) -> list[str]:
-    found = {
+def _about(cells: Sequence[Record]) -> dict[str, Any]:
+    """What both sections say about their rows: settings, data, cost and limits."""
+    data = {
         f"{row['data']['description']}; trained on {row['data']['train']:,}, "
         f"clean accuracy on {row['clean_images']:,} (digest {row['data']['digest']})"
         for row in cells
     }
-    return sorted(found)
+    return {"settings": settings_table(cells), "data": sorted(data), "budget": budget(cells),
+            "not_concluded": _not_concluded(cells)}  # fmt: skip
 
 
 def _not_concluded(cells: Sequence[Record]) -> list[str]:

@@ -22,14 +22,12 @@ Precision = Literal["float32", "bfloat16"]
 # Ours and theirs. The paper's figure is about the throughput of the first over that of the second.
 PAIRS = {"exact-flow": "delta-l2", "gated-exact-flow": "gated-delta"}
 ARMS = ARM_ORDER[:6]
-# Profile -> size, tokens per step, lengths, rounds.
-_CPU: dict[Profile, tuple[Size, int, tuple[int, ...], int]] = {
-    "quick": ("quick", 2_048, (256, 1_024), 7),
-    "full": ("full", 8_192, (512, 1_024, 2_048, 4_096, 8_192), 15),
-}
-_GPU: dict[Profile, tuple[Size, int, tuple[int, ...], int]] = {
-    "quick": ("340m", 16_384, (2_048, 16_384), 7),
-    "full": ("340m", 32_768, (2_048, 4_096, 8_192, 16_384, 32_768), 15),
+# Device and profile -> size, tokens per step, lengths, rounds.
+_PROFILES: dict[tuple[str, Profile], tuple[Size, int, tuple[int, ...], int]] = {
+    ("cpu", "quick"): ("quick", 2_048, (256, 1_024), 7),
+    ("cpu", "full"): ("full", 8_192, (512, 1_024, 2_048, 4_096, 8_192), 15),
+    ("cuda", "quick"): ("340m", 16_384, (2_048, 16_384), 7),
+    ("cuda", "full"): ("340m", 32_768, (2_048, 4_096, 8_192, 16_384, 32_768), 15),
 }
 
 
@@ -105,7 +103,7 @@ class ThroughputOptions(Options):
         device = ("cuda" if has_gpu else "cpu") if self.device == "auto" else self.device
         if device == "cuda" and not has_gpu:
             raise RuntimeError("--device cuda: torch finds no GPU here; use --device cpu")
-        size, tokens, lengths, rounds = (_GPU if device == "cuda" else _CPU)[self.profile]
+        size, tokens, lengths, rounds = _PROFILES[device, self.profile]
         return ThroughputConfig(
             profile=self.profile,
             size=self.size or size,
