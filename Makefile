@@ -10,7 +10,7 @@ ifneq ($(wildcard ../shared/data),)
 export EFLA_DATA ?= $(abspath ../shared/data)
 endif
 
-.PHONY: setup demo test test-all test-gpu-sim test-onnx test-floor test-browser test-portable test-sanitizers test-mutants lint bench docs dist clean
+.PHONY: setup demo test test-all test-gpu-sim test-onnx test-floor test-browser test-portable test-sanitizers test-arm count-arm test-mutants lint bench docs dist clean
 
 setup: $(STAMP)
 
@@ -29,7 +29,7 @@ PYTEST := $(BIN)/python -m pytest -n 2 -m 'not slow and not browser and not gpu_
 test: setup
 	$(PYTEST) --durations=10
 
-test-all: setup test-portable test-sanitizers test-gpu-sim test-onnx test-floor
+test-all: setup test-portable test-sanitizers test-arm test-gpu-sim test-onnx test-floor
 	EFLA_FLA_PYTHON=$(abspath $(GPU_VENV))/bin/python $(BIN)/python -m pytest -n 2 -m 'not gpu_sim' --durations=20
 
 # The GPU backend without a GPU: kernels in Triton's interpreter, and compiled ahead of time. flash-linear-attention and
@@ -97,6 +97,31 @@ test-sanitizers: setup
 	build/sanitizers/efla_fuzz_rows
 	LD_PRELOAD="$$(gcc -print-file-name=libasan.so) $$(gcc -print-file-name=libstdc++.so)" ASAN_OPTIONS=detect_leaks=0 \
 		$(BIN)/python -m tests.native.kernel_calls $(CALLS) build/sanitizers/_kernels*.so
+
+# The NEON kernels, cross-compiled for aarch64 and run in qemu: random shapes against a naive implementation, on one thread and
+# on three. Debian: apt-get install g++-aarch64-linux-gnu qemu-user; skipped with this message where they are missing.
+ARM_CXX ?= aarch64-linux-gnu-g++
+ARM_RUN ?= qemu-aarch64 -L /usr/aarch64-linux-gnu
+ARM_MISSING = $(strip $(foreach tool,$(ARM_CXX) $(firstword $(ARM_RUN)),$(if $(shell command -v $(tool)),,$(tool))))
+
+test-arm:
+ifneq ($(ARM_MISSING),)
+	@echo "make test-arm: SKIPPED, not found: $(ARM_MISSING) (Debian: apt-get install g++-aarch64-linux-gnu qemu-user)"
+else
+	cmake -S csrc -B build/arm -DCMAKE_SYSTEM_NAME=Linux -DCMAKE_SYSTEM_PROCESSOR=aarch64 -DCMAKE_CXX_COMPILER=$(ARM_CXX) \
+		-DEFLA_BUILD_PYTHON=OFF -DEFLA_BUILD_FUZZ=ON
+	cmake --build build/arm --parallel 2
+	$(ARM_RUN) build/arm/efla_fuzz
+	$(ARM_RUN) build/arm/efla_fuzz_rows
+endif
+
+# Instructions of the aarch64 kernels per token of one head, counted by a plugin of qemu. There is no ARM machine to time.
+count-arm: test-arm
+	gcc -O1 -shared -fPIC -o build/arm/qemu_count.so csrc/tests/qemu_count.c
+	@for work in forward training decoding; do for width in 64 128; do \
+		few=$$($(ARM_RUN) -plugin build/arm/qemu_count.so -d plugin build/arm/efla_tokens $$work $$width 128 2>&1); \
+		many=$$($(ARM_RUN) -plugin build/arm/qemu_count.so -d plugin build/arm/efla_tokens $$work $$width 640 2>&1); \
+		echo "$$work D$$width: $$(( ($${many#* } - $${few#* }) / 512 )) instructions per token"; done; done
 
 # One small wrong change of the sources at a time: which does no test notice? A sample of 150 for each of four targets, at most
 # half an hour; fails at 5 % survivors. One target alone, all its mutants: make test-mutants MUTANTS='rules --sample 1000'.

@@ -117,5 +117,6 @@ struct Kernels {
 extern const Kernels kernels_portable;
 extern const Kernels kernels_avx2;
 extern const Kernels kernels_avx512;
+extern const Kernels kernels_neon;
 
 }  // namespace efla

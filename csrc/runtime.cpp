@@ -38,6 +38,8 @@ const std::vector<Level>& levels() {
                         __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
     found.push_back({&kernels_avx512, "avx512", avx512});
     found.push_back({&kernels_avx2, "avx2", avx2});
+#elif defined(EFLA_AARCH64)
+    found.push_back({&kernels_neon, "neon", true});
 #endif
     found.push_back({&kernels_portable, "baseline", true});
     return found;

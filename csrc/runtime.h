@@ -8,7 +8,7 @@
 
 namespace efla {
 
-// Names of the instruction sets this CPU can run, best first: "avx512", "avx2", "baseline".
+// Names of the instruction sets this CPU can run, best first: "avx512", "avx2", "neon", "baseline".
 std::vector<std::string> simd_levels();
 std::string active_simd();
 // Throws std::invalid_argument for an unknown name or one the CPU does not have.

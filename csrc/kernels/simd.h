@@ -1,6 +1,6 @@
 // Vectors of the width that this file is compiled for, on the vector extensions of GCC and Clang.
 //
-// EFLA_ISA names the build (portable, avx2, avx512). It is the namespace of everything in kernels/, so that builds share no
+// EFLA_ISA names the build (portable, neon, avx2, avx512). It is the namespace of everything in kernels/, so that builds share no
 // template instantiation. a * b + c becomes a fused multiply-add where the instruction set has one (-ffp-contract=fast).
 #pragma once
 
@@ -16,6 +16,9 @@
 #elif defined(__AVX2__)
 #define EFLA_VECTOR_BYTES 32
 #define EFLA_WIDE_REGISTERS 0
+#elif defined(EFLA_NEON)
+#define EFLA_VECTOR_BYTES 16
+#define EFLA_WIDE_REGISTERS 1
 #else
 #define EFLA_VECTOR_BYTES 16
 #define EFLA_WIDE_REGISTERS 0

@@ -2,6 +2,7 @@
 //
 //     efla_fuzz [cases = 300] [seed = 1]        exits non-zero on the first mismatch or overwritten guard
 //
+// Where OpenMP is linked, each case also runs on three threads and must give the same bits as on one.
 // Build with -DEFLA_BUILD_FUZZ=ON, and -DEFLA_SANITIZE=ON for the address and undefined-behaviour sanitizers. Buffers are
 // exactly as large as their tensors. Gaps between rows are filled with NaN and must not change.
 #include <algorithm>
@@ -14,6 +15,10 @@
 #include <stdexcept>
 #include <string>
 #include <vector>
+
+#if defined(_OPENMP)
+#include <omp.h>
+#endif
 
 #include "plan.h"
 #include "runtime.h"
@@ -278,7 +283,6 @@ Case make_case() {
   p.normalise_q = pick(0, 1) && K > 1, p.normalise_k = pick(0, 1) && K > 1;  // K = 1: the gradient is rounding only
   p.scale = 0.3 + uniform();
   p.batch = B, p.tokens = T, p.sequences = N, p.key_heads = Hk, p.value_heads = Hv, p.K = int(K), p.V = int(V);
-  p.threads = int(pick(1, 2));
   Case c{p,
          Tensor(dtype, B, T, Hk, K, false),
          Tensor(dtype, B, T, Hk, K, false),
@@ -304,9 +308,9 @@ Case make_case() {
   for (double& x : c.d_final) x = float(normal());
   char text[256];
   std::snprintf(text, sizeof text,
-                "dtype %d rule %d normalise %d %d B %ld T %ld N %ld Hk %ld Hv %ld K %ld V %ld packed %d threads %d",
-                int(dtype), int(p.rule), p.normalise_q, p.normalise_k, long(B), long(T), long(N), long(Hk), long(Hv),
-                long(K), long(V), !cu.empty(), p.threads);
+                "dtype %d rule %d normalise %d %d B %ld T %ld N %ld Hk %ld Hv %ld K %ld V %ld packed %d", int(dtype),
+                int(p.rule), p.normalise_q, p.normalise_k, long(B), long(T), long(N), long(Hk), long(Hv), long(K),
+                long(V), !cu.empty());
   c.name = text;
   return c;
 }
@@ -330,8 +334,10 @@ std::vector<double> values(const Dense& d, size_t n) {
   return out;
 }
 
-bool run_case(Case& c, const Reference& want) {
+// Compares one case with `want`; `results` are the bits of everything that it computed.
+bool run_case(Case& c, const Reference& want, int threads, std::vector<unsigned char>& results) {
   Problem p = c.p;
+  p.threads = threads;
   const Dtype compute = p.dtype == Dtype::float64 ? Dtype::float64 : Dtype::float32;
   const int64_t states = int64_t(c.initial.size()), scalars = p.batch * p.tokens * p.value_heads;
   const int64_t keys = p.batch * p.tokens * p.key_heads * p.K;
@@ -375,6 +381,10 @@ bool run_case(Case& c, const Reference& want) {
   if (facts.has_decay) ok &= close("d log_decay or log_gate", c, want.d0, values(d0, scalars), chain);
   if (raw || facts.needs_beta) ok &= close("d erase or beta", c, want.d1, values(d1, scalars), chain);
   if (raw) ok &= close("d write", c, want.d2, values(d2, scalars), tight);
+
+  for (const auto* memory : {&c.o.memory, &final_state.memory, &dq.memory, &dk.memory, &dv.memory, &d0.memory,
+                             &d1.memory, &d2.memory, &d_initial.memory})
+    results.insert(results.end(), memory->begin(), memory->end());
 
   // In place: overwriting the initial state must give the same bits.
   if (c.has_initial) {
@@ -434,6 +444,10 @@ bool refused_case() {
 int main(int argc, char** argv) {
   const int cases = argc > 1 ? std::atoi(argv[1]) : 300;
   rng.seed(argc > 2 ? std::strtoull(argv[2], nullptr, 10) : 1);
+#if defined(_OPENMP)
+  omp_set_dynamic(0);  // teams of the size asked for
+  set_parallel_runtime("");
+#endif
   for (int i = 0; i < cases; ++i) {
     if (!refused_case()) return 1;
     Case c = make_case();
@@ -447,9 +461,17 @@ int main(int argc, char** argv) {
       for (int64_t h = 0; h < p.value_heads; ++h) naive(c, n, h, want);
     for (const std::string& level : simd_levels()) {
       set_simd(level);
-      if (!run_case(c, want)) return 1;
+      std::vector<unsigned char> one, three;
+      if (!run_case(c, want, 1, one) || !run_case(c, want, 3, three)) return 1;
+      if (one != three) {
+        std::fprintf(stderr, "THREADS change the bits [%s] %s\n", level.c_str(), c.name.c_str());
+        return 1;
+      }
     }
   }
-  std::printf("%d cases at %zu SIMD levels: all match\n", cases, simd_levels().size());
+  std::string levels;
+  for (const std::string& level : simd_levels()) levels += " " + level;
+  std::printf("%d cases at%s, %s: all match\n", cases, levels.c_str(),
+              has_parallel_runtime() ? "1 and 3 threads" : "1 thread (no OpenMP)");
   return 0;
 }

@@ -1,8 +1,8 @@
 // Random norms, short convolutions, gates and products at every SIMD level, in buffers exactly as large as their tensors.
 //
-//     efla_fuzz_rows [cases = 300] [seed = 1]        exits non-zero if levels disagree or an output was not written
+//     efla_fuzz_rows [cases = 300] [seed = 1]        exits non-zero on a wrong result or one that was not written
 //
-// Run it under the sanitizers. tests/native/test_rows.py compares values with torch.
+// Outputs are compared with naive formulas, gradients between levels. tests/native/test_rows.py compares both with torch.
 #include <cmath>
 #include <cstdio>
 #include <cstdlib>
@@ -29,12 +29,19 @@ Buffer drawn(int64_t n) {
 }
 Buffer unwritten(int64_t n) { return Buffer(static_cast<size_t>(n), NAN); }
 
-// `first` holds the results of the first level. The results of other levels must be close to them.
+double silu(double x) { return x / (1 + std::exp(-x)); }
+double dot(const float* a, const float* b, int64_t n) {
+  double s = 0;
+  for (int64_t i = 0; i < n; ++i) s += double(a[i]) * b[i];
+  return s;
+}
+
+// `first` holds the naive results, or those of the first level. The results of all levels must be close to them.
 bool agree(const char* what, const Buffer& now, Buffer& first, const std::string& level) {
   if (first.empty()) first = now;
   for (size_t i = 0; i < now.size(); ++i) {
     if (std::fabs(now[i] - first[i]) <= 1e-4f * (1 + std::fabs(first[i]))) continue;  // false for NaN
-    std::fprintf(stderr, "%s[%zu] at %s: %g, first level %g\n", what, i, level.c_str(), now[i], first[i]);
+    std::fprintf(stderr, "%s[%zu] at %s: %g, expected %g\n", what, i, level.c_str(), now[i], first[i]);
     return false;
   }
   return true;
@@ -46,7 +53,11 @@ bool norm_case() {
   p.parts = norm_parts(p.rows);
   const Buffer x = drawn(p.rows * p.width), dy = drawn(p.rows * p.width), weight = drawn(p.width);
   const bool weighted = pick(0, 1);
-  Buffer first[3];
+  Buffer first[3] = {x};
+  for (int64_t i = 0; i < p.rows * p.width; ++i) {
+    const float* row = &x[size_t(i / p.width * p.width)];
+    first[0][i] *= float((weighted ? weight[i % p.width] : 1) / std::sqrt(p.factor * dot(row, row, p.width) + p.eps));
+  }
   for (const std::string& level : simd_levels()) {
     set_simd(level);
     Buffer y = unwritten(p.rows * p.width), dx = unwritten(p.rows * p.width), dw = unwritten(p.parts * p.width);
@@ -78,7 +89,23 @@ bool conv_case() {
   const Buffer x = drawn(rows ? rows * stride - gap : 0), dy = drawn(size), past = drawn(held);
   const Buffer weight = drawn(int64_t(p.width) * p.channels), bias = drawn(p.channels);
   const bool has_past = pick(0, 1) && p.width > 1;
-  Buffer first[4];
+  Buffer first[4] = {unwritten(size)};
+  for (int64_t n = 0; n < p.sequences; ++n) {
+    const int64_t b = packed ? 0 : n, begin = packed ? boundaries[n] : 0, end = packed ? boundaries[n + 1] : p.tokens;
+    for (int64_t t = begin; t < end; ++t)
+      for (int64_t c = 0; c < p.channels; ++c) {
+        double y = bias[c];
+        for (int64_t i = 0; i < p.width; ++i) {
+          const int64_t from = t - p.width + 1 + i, held_row = from - begin + p.width - 1;
+          if (from >= begin) {
+            y += double(weight[i * p.channels + c]) * x[origin + b * p.x_batch + from * p.x_token + c];
+          } else if (has_past) {
+            y += double(weight[i * p.channels + c]) * past[(n * (p.width - 1) + held_row) * p.channels + c];
+          }
+        }
+        first[0][(b * p.tokens + t) * p.channels + c] = float(p.silu ? silu(y) : y);
+      }
+  }
   for (const std::string& level : simd_levels()) {
     set_simd(level);
     Buffer y = unwritten(size), dx = unwritten(size), dw = unwritten(p.parts * (p.width + 1) * p.channels);
@@ -123,7 +150,8 @@ bool gate_case() {
   GateProblem p;
   p.count = pick(0, 20000);
   const Buffer gate = drawn(p.count), up = drawn(p.count), dy = drawn(p.count);
-  Buffer first[3];
+  Buffer first[3] = {up};
+  for (int64_t i = 0; i < p.count; ++i) first[0][i] *= float(silu(gate[i]));
   for (const std::string& level : simd_levels()) {
     set_simd(level);
     Buffer y = unwritten(p.count), dgate = unwritten(p.count), dup = unwritten(p.count);
@@ -146,7 +174,11 @@ bool products_case() {
   for (int i = 0; i < p.count; ++i) {
     p.columns[i] = p.gated ? columns : pick(1, 80);
     weights[i] = drawn(p.columns[i] * p.width);
+    first[i] = unwritten(p.rows * p.columns[i]);
+    for (int64_t j = 0; j < p.rows * p.columns[i]; ++j)
+      first[i][j] = float(dot(&x[j / p.columns[i] * p.width], &weights[i][j % p.columns[i] * p.width], p.width));
   }
+  for (size_t j = 0; p.gated && j < first[0].size(); ++j) first[0][j] = float(silu(first[0][j]) * first[1][j]);
   for (const std::string& level : simd_levels()) {
     set_simd(level);
     Buffer y[4];
