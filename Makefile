@@ -10,7 +10,7 @@ ifneq ($(wildcard ../shared/data),)
 export EFLA_DATA ?= $(abspath ../shared/data)
 endif
 
-.PHONY: setup demo test test-all test-gpu-sim test-onnx test-floor test-browser test-portable test-sanitizers test-arm count-arm test-mutants lint bench docs dist clean
+.PHONY: setup demo test test-all test-gpu-sim test-onnx test-floor test-browser test-portable test-sanitizers test-arm count-arm test-mutants lint bench bench-peers docs dist clean
 
 setup: $(STAMP)
 
@@ -140,6 +140,38 @@ bench: setup
 	$(BIN)/efla bench models --output benchmarks/results/models.json
 	$(BIN)/efla bench scan --output benchmarks/results/scan.json --plot docs/figures/cost_against_length.svg
 
+# Other projects' gated delta rule beside ours, each in an environment of its own; nothing of theirs is kept. About ten minutes, of
+# which ggml compiles for two. One part: make bench-peers PEERS='--work decoding --threads 1'.
+PEER_VENVS := .venv-peers
+LLAMA_CPP_VERSION := 0.3.36
+LLAMA_CPP := llama_cpp_python-$(LLAMA_CPP_VERSION)
+ISA = $(shell $(BIN)/python -c 'from efla.native import kernels; print(kernels.active_simd())')
+
+bench-peers: setup $(PEER_VENVS)/.installed
+	$(BIN)/python benchmarks/peers/compare.py --output benchmarks/results/peers-$(ISA).json $(PEERS)
+
+$(PEER_VENVS)/.installed: $(STAMP)
+	for peer in onnxruntime openvino mlx fla ggml; do test -x $(PEER_VENVS)/$$peer/bin/python || $(PYTHON) -m venv $(PEER_VENVS)/$$peer || exit 1; done
+	$(PEER_VENVS)/onnxruntime/bin/python -m pip install --quiet numpy onnx 'onnxruntime==1.31.1'
+	$(PEER_VENVS)/openvino/bin/python -m pip install --quiet numpy 'openvino==2026.4.1'
+	$(PEER_VENVS)/mlx/bin/python -m pip install --quiet numpy 'mlx[cpu]==0.32.4'
+	$(PEER_VENVS)/mlx/bin/python -m pip install --quiet --no-deps 'mlx-lm==0.32.2'
+	$(PEER_VENVS)/fla/bin/python -c "import site, sys; open(site.getsitepackages()[0] + '/project.pth', 'w').write('import site; site.addsitedir(%r)' % sys.argv[1])" \
+		"$$($(BIN)/python -c 'import site; print(site.getsitepackages()[0])')"
+	$(PEER_VENVS)/fla/bin/python -m pip install --quiet --no-deps 'fla-core==0.6.0' einops
+	$(PEER_VENVS)/ggml/bin/python -m pip install --quiet numpy
+	$(PEER_VENVS)/ggml/bin/python -m pip download --quiet --no-deps --no-binary :all: --dest $(PEER_VENVS)/ggml \
+		'llama-cpp-python==$(LLAMA_CPP_VERSION)'
+	tar -xzf $(PEER_VENVS)/ggml/$(LLAMA_CPP).tar.gz -C $(PEER_VENVS)/ggml
+	touch $(PEER_VENVS)/ggml/$(LLAMA_CPP)/vendor/llama.cpp/ggml/ggml.pc.in  # its source distribution lacks the file
+	cmake -S $(PEER_VENVS)/ggml/$(LLAMA_CPP)/vendor/llama.cpp/ggml -B $(PEER_VENVS)/ggml/build -DCMAKE_BUILD_TYPE=Release \
+		-DGGML_BUILD_TESTS=OFF -DGGML_BUILD_EXAMPLES=OFF
+	cmake --build $(PEER_VENVS)/ggml/build
+	mkdir -p $(PEER_VENVS)/ggml/ggml
+	cp -L $(PEER_VENVS)/ggml/build/src/libggml-base.so $(PEER_VENVS)/ggml/build/src/libggml-cpu.so $(PEER_VENVS)/ggml/ggml
+	echo 'llama-cpp-python $(LLAMA_CPP_VERSION)' > $(PEER_VENVS)/ggml/ggml/VERSION
+	touch $@
+
 docs: setup
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[docs]'
 	$(BIN)/mkdocs build --strict
@@ -152,4 +184,4 @@ dist: setup
 	$(BIN)/python tests/distribution.py dist/*
 
 clean:
-	rm -rf build dist site runs $(GPU_VENV) .venv-floor .mypy_cache .ruff_cache .hypothesis
+	rm -rf build dist site runs $(GPU_VENV) .venv-floor .mypy_cache .ruff_cache .hypothesis $(PEER_VENVS)
