@@ -19,8 +19,9 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
+# Names of fields that change from run to run. (Whole words: "eta" would also leave out every beta.)
 VOLATILE = re.compile(
-    r"seconds|timing|per_second|wall|versions|commit|machine|memory|time|date|host|started|finished|eta"
+    r"(^|_)(seconds|timing|wall|versions?|commit|machine|memory|time|date|host|started|finished|eta)(_|$)|per_second"
 )
 
 # name -> arguments of `efla`; "{out}" is the folder of the fingerprint.
