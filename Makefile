@@ -10,16 +10,22 @@ ifneq ($(wildcard ../shared/data),)
 export EFLA_DATA ?= $(abspath ../shared/data)
 endif
 
-.PHONY: setup demo test test-all test-gpu-sim test-onnx test-floor test-browser test-portable test-sanitizers test-arm count-arm test-mutants lint bench bench-peers docs dist clean
+.PHONY: setup demo test test-all test-gpu-sim test-onnx test-floor test-browser test-portable test-sanitizers test-arm count-arm test-mutants lint bench bench-peers docs readme dist clean
 
 setup: $(STAMP)
 
 # --no-compile: modules are compiled to bytecode when they are first imported, which most of these never are.
+# One line a step: pip's output goes to a log, of which a failure shows the end.
+PIP := $(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check --constraint constraints.txt
+SHOW_LOG := { echo "failed; the end of $(VENV)/setup.log:" >&2; grep -v '^WARNING: Location' $(VENV)/setup.log | tail -n 25 >&2; exit 1; }
+
 $(STAMP): pyproject.toml constraints.txt csrc/CMakeLists.txt $(wildcard csrc/*.h csrc/*.cpp csrc/kernels/*)
-	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --no-compile --constraint constraints.txt torch
-	$(BIN)/python -m pip install --quiet --no-compile --constraint constraints.txt --editable '.[experiments,eval,train,tokenizers,dev]'
-	touch $(STAMP)
+	@test -x $(BIN)/python || { echo "[1/3] creating $(VENV)"; $(PYTHON) -m venv $(VENV); }
+	@echo "[2/3] installing torch (0.7 GB; 4.9 GB with CUDA: docs/howto/install.md)"
+	@$(PIP) torch >$(VENV)/setup.log 2>&1 || $(SHOW_LOG)
+	@echo "[3/3] building efla and installing what its tests need (a few minutes)"
+	@$(PIP) --editable '.[experiments,eval,train,tokenizers,docs,dev]' >>$(VENV)/setup.log 2>&1 || $(SHOW_LOG)
+	@touch $(STAMP)
 
 demo: setup
 	@$(BIN)/efla reproduce paper --profile demo --output runs/demo
@@ -173,8 +179,12 @@ $(PEER_VENVS)/.installed: $(STAMP)
 	touch $@
 
 docs: setup
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[docs]'
-	$(BIN)/mkdocs build --strict
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	@echo "open site/index.html"
+
+# Tables and figure of README.md, docs/results/claims.md and docs/reference/cli.md, from the rows in results/ and benchmarks/results.
+readme: setup
+	$(BIN)/python docs/generate.py
 
 # The source distribution, the wheel built from it, and a check that each holds what it should.
 dist: setup

@@ -1,8 +1,13 @@
-"""Every Python block of the README and the docs runs, the blocks of one page in order and in one namespace."""
+"""Python blocks of the README and the docs run, links lead somewhere, and what is generated is what the rows say."""
 
 from __future__ import annotations
 
+import importlib.util
+import json
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -26,6 +31,86 @@ def test_the_readme_shows_the_two_commands():
     readme = (ROOT / "README.md").read_text()
     assert "make demo" in readme
     assert "make test" in readme
+
+
+def test_every_page_is_linked_from_the_index_and_named_in_the_navigation():
+    docs = ROOT / "docs"
+    pages = {str(page.relative_to(docs)) for page in docs.rglob("*.md")} - {"index.md"}
+    assert pages == set(re.findall(r"\]\(([\w/-]+\.md)\)", (docs / "index.md").read_text()))
+    assert pages == set(re.findall(r": ([\w/-]+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE)) - {"index.md"}
+
+
+@pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md", "results/README.md", "examples/README.md"])
+def test_links_of_pages_outside_the_site_lead_somewhere(page):
+    found = re.findall(r"(?:\]\(|src=\"|srcset=\")(?!http|#)([^)#\"]+)", (ROOT / page).read_text())
+    assert [link for link in found if not (ROOT / page).parent.joinpath(link).exists()] == []
+
+
+@pytest.mark.parametrize("module", ["efla", "efla.layers", "efla.models", "efla.ops", "efla.rules", "efla.state"])
+def test_every_public_name_has_its_place_in_the_reference(module):
+    page = (ROOT / "docs/reference/api.md").read_text()
+    names = [name for name in importlib.import_module(module).__all__ if f"\n## efla.{name}\n" not in page]
+    assert [name for name in names if not re.search(rf"^::: [\w.]+\.{name}$", page, re.MULTILINE)] == []
+
+
+@pytest.fixture(scope="module")
+def generate():
+    sys.path.insert(0, str(ROOT / "docs"))
+    try:
+        yield importlib.import_module("generate")
+    finally:
+        sys.path.remove(str(ROOT / "docs"))
+
+
+def test_the_tables_of_the_readme_are_what_the_rows_say(generate, monkeypatch):
+    """Make them again: make readme."""
+    from efla.report.page import sections_of
+
+    monkeypatch.chdir(ROOT)
+    sections = [section for folder in generate.result_folders() for section in sections_of(folder)]
+    readme = generate.README.read_text()
+    assert generate.readme(sections) == readme
+    assert len(readme.splitlines()) < 170
+
+
+def test_the_page_of_the_command_line_has_every_option(generate, monkeypatch):
+    """Its layout may differ between versions of tyro. Make it again: make readme."""
+    monkeypatch.setenv("COLUMNS", "100")
+    page = generate.COMMAND_LINE.read_text()
+    for heading, text in re.findall(r"^## `(.+?)`$\n(.*?)```$", generate.command_line(), re.DOTALL | re.MULTILINE):
+        (written,) = re.findall(rf"^## `{heading}`$\n(.*?)```$", page, re.DOTALL | re.MULTILINE)
+        options = [set(re.findall(r"(?<![\w-])--[a-z][\w-]*", part)) for part in (text, written)]
+        assert options[0] == options[1], heading
+
+
+def test_the_speed_table_takes_new_files_and_keeps_ratios_within_one_run(generate, tmp_path):
+    def write(name, simd, threads, date, times):
+        rows = [{"work": "forward B1 T4096 H8 D64", "contender": c, "median": t} for c, t in times.items()]
+        facts = {"SIMD (native)": f"{simd} (of avx2)"}
+        record = {"facts": facts, "machine": "M", "threads": threads, "date": date, "rows": rows}
+        (tmp_path / name).write_text(json.dumps(record))
+
+    write("scan.json", "avx2", 2, "2026-01-01", {"native": 0.010, "transformers": 0.080, "sgemm": 0.005})
+    write("peers.json", "avx2", 2, "2026-01-02", {"native": 0.020, "ggml": 0.050})
+    write("single.json", "avx2", 1, "2026-01-03", {"native": 0.030, "transformers": 0.900})
+    table = generate.speed_table(tmp_path)
+    assert "| work | AVX2 |" in table
+    assert "| 20 ms; ggml **2.5\N{MULTIPLICATION SIGN}**, transformers **8.0\N{MULTIPLICATION SIGN}** |" in table
+    assert "AVX-512" not in table
+
+
+@pytest.mark.skipif(importlib.util.find_spec("mkdocs") is None, reason="needs the extra docs: make docs")
+def test_the_site_builds_without_a_warning_and_needs_no_network(tmp_path):
+    environment = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
+    build = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path)]
+    done = subprocess.run(build, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    page = (tmp_path / "explanation/derivations.html").read_text()
+    assert "katex.min.js" in page
+    assert re.findall(r"<(?:script|link|img)[^>]+(?:src|href)=\"(?:https?:)?//[^\"]+", page) == []
+    api = (tmp_path / "reference/api.html").read_text()
+    assert "output_final_state" in api
+    assert ":::" not in api
 
 
 NUMBERS = r"[+-]\d+\.\d+ (?:points|%|bits|nats) \[[^\]]+\]"

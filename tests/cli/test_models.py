@@ -172,7 +172,7 @@ def test_convert_says_what_it_made(tmp_path, capsys):
 
 
 def test_the_first_run_of_the_docs_trains_saves_and_loads_in_a_new_process(tmp_path):
-    page = (ROOT / "docs" / "reference" / "models.md").read_text()
+    page = (ROOT / "docs" / "tutorials" / "first-language-model.md").read_text()
     first, second = re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL)[:2]
     outputs = []
     for block in (first, second):

@@ -4,10 +4,12 @@ import contextlib
 import importlib
 import importlib.util
 import inspect
+import io
 import os
+import re
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -73,7 +75,8 @@ def main(argv: list[str] | None = None) -> int:
                 from efla.native import keep_freed_memory
 
                 keep_freed_memory()
-        return _run(name, arguments[1:])
+        with _short_help() if {"-h", "--help"} & {*arguments} else contextlib.nullcontext():
+            return _run(name, arguments[1:])
     except KeyboardInterrupt:
         if show_trace:
             traceback.print_exc()
@@ -86,6 +89,18 @@ def main(argv: list[str] | None = None) -> int:
         else:
             print(f"efla {name}: {error}\n(run with --traceback for the full trace)", file=sys.stderr)
         return 1
+
+
+@contextlib.contextmanager
+def _short_help() -> Iterator[None]:
+    """Leave out of the help what tyro writes for options without a value: "(default: None)" and "{None}|INT"."""
+    terminal, help = sys.stdout, io.StringIO()
+    help.isatty = terminal.isatty  # type: ignore[method-assign]
+    try:
+        with contextlib.redirect_stdout(help):
+            yield
+    finally:
+        print(re.sub(r" *\(default:\s+None\)|\{None\}\|", "", help.getvalue()), end="", file=terminal)
 
 
 def _run(name: str, arguments: list[str]) -> int:

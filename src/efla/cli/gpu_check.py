@@ -32,7 +32,7 @@ def gpu_check(
     dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16",
     packed: bool = False,
     all_configs: bool = False,
-    jobs: int = max(1, (os.cpu_count() or 1) // 2),
+    jobs: Annotated[int | None, tyro.conf.arg(help_behavior_hint="(default: half of the processors)")] = None,
     steps: tuple[Step, ...] = ("compile", "traffic", "conformance", "throughput"),
     verbose: bool = False,
     output: Annotated[Path | None, tyro.conf.arg(help_behavior_hint="(optional)")] = None,
@@ -69,7 +69,14 @@ def gpu_check(
     record: dict[str, object] = {"facts": facts}
     is_right = True
     if "compile" in steps:
-        compiling = compile_kernels(targets, widths, dtype, packed=packed, all_configs=all_configs, jobs=jobs)
+        compiling = compile_kernels(
+            targets,
+            widths,
+            dtype,
+            packed=packed,
+            all_configs=all_configs,
+            jobs=jobs or max(1, (os.cpu_count() or 1) // 2),
+        )
         groups = _tracked(console, "compiling kernels", compiling, len(targets) * len(widths))
         kernels = [k for *_, found in sorted(groups, key=lambda g: (targets.index(g[0]), g[1])) for k in found]
         record["kernels"] = [asdict(kernel) for kernel in kernels]

@@ -119,8 +119,8 @@ def reproduce(
 
     Args:
         experiment: which experiment, with its own options.
-        output: folder for rows and figures; default runs/EXPERIMENT-PROFILE (smnist and lr share theirs). For paper and
-            all: the folder of those folders, default runs/paper and runs.
+        output: folder for rows and figures, by default runs/EXPERIMENT-PROFILE (smnist and lr share theirs). For paper and
+            all: the folder of those folders, by default runs/paper and runs.
         workers: processes that run cells side by side; throughput always uses one.
         threads: threads of each process, default 1 (throughput: all cores); the rows depend on it in the last digits.
         executor: process: worker processes; inline: this process; ray: a Ray cluster (RAY_ADDRESS, else a local one).

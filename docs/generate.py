@@ -1,0 +1,183 @@
+"""Write what is generated: README.md's tables and figure, the pages of claims and of the command line. Run ``make readme``.
+
+Speed comes from the rows of benchmarks/results, claims and figures from those of results/. New files there are picked up.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import re
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+README, CLAIMS, COMMAND_LINE = ROOT / "README.md", ROOT / "docs/results/claims.md", ROOT / "docs/reference/cli.md"
+
+WORKS = {
+    "forward B1 T4096 H8 D64": "forward, 4,096 tokens, 8 heads of 64",
+    "forward B1 T4096 H8 D128": "forward, 4,096 tokens, 8 heads of 128",
+    "forward+backward B1 T4096 H8 D64": "with backward, 8 heads of 64",
+    "forward+backward B1 T4096 H8 D128": "with backward, 8 heads of 128",
+    "decode B1 T1 H8 D128": "decode a token, batch 1, 8 heads of 128",
+    "decode B16 T1 H8 D128": "decode a token, batch 16, 8 heads of 128",
+    "prefill B1 T2048, 4 layers of 512": "4-layer model reads 2,048 tokens",
+    "training step B1 T2048, 4 layers of 512": "4-layer model, training step",
+    "training step, 8 rows of 512 bytes": "byte model of 1.9M, training step",
+}
+"""Work in the rows (up to a bracket) -> its name in the table."""
+OURS = ("native", "efla", "chunked", "reference", "gated delta", "sgemm", "one pass")
+"""How the names of contenders begin that are not peers."""
+NAMES = {
+    "softmax attention": "softmax (SDPA)",
+    "the same, accelerate_cpu": "Qwen3.5 with `accelerate_cpu`",
+    "transformers Qwen3.5 (gated delta)": "transformers Qwen3.5",
+    "transformers Llama (softmax)": "transformers Llama",
+}
+SETS = {"avx512": "AVX-512", "avx2": "AVX2", "neon": "NEON", "baseline": "portable"}
+FOLDERS = ("exactness", "smnist-authors", "smnist", "lm", "throughput", "mad")
+"""Beginnings of the folders of results/, in the order of the page; the first that makes a claim is the one README quotes."""
+
+
+def speed_table(folder: Path = ROOT / "benchmarks/results") -> str:
+    """A row per piece of work and a column per instruction set: our median, and how many times as long the peers take.
+
+    A ratio comes from one file, so from one run. Where files overlap, more threads and then the newest win.
+    """
+    records = [json.loads(path.read_text()) for path in sorted(folder.rglob("*.json"))]
+    records = [record for record in records if "SIMD (native)" in record.get("facts", {})]
+    records.sort(key=lambda record: (record["threads"], record["date"]))
+    cells: dict[str, dict[str, tuple[int, float, dict[str, float]]]] = {}
+    used: dict[str, set[str]] = {}
+    for record in records:
+        simd = record["facts"]["SIMD (native)"].split()[0]
+        for work, contenders in _groups(record["rows"]).items():
+            ours, *others = contenders.items()
+            peers = {name: time / ours[1] for name, time in others if not name.startswith(OURS)}
+            if work not in WORKS or not peers:
+                continue
+            threads, _, before = cells.setdefault(work, {}).get(simd, (0, 0.0, {}))
+            kept = before if threads == record["threads"] else {}
+            cells[work][simd] = (record["threads"], ours[1], {**kept, **peers})
+            used.setdefault(simd, set()).add(f"{record['machine']}, {record['threads']} threads")
+    sets = [simd for simd in SETS if simd in used]
+    lines = [["work", *(SETS[simd] for simd in sets)], ["---"] * (len(sets) + 1)]
+    for work, name in WORKS.items():
+        if work in cells:
+            lines.append([name, *(_speed(*cells[work][simd][1:]) if simd in cells[work] else "" for simd in sets)])
+    machines = "; ".join(f"{SETS[simd]}: {' and '.join(sorted(used[simd]))}" for simd in sets)
+    return f"{_table(lines)}\n\n{machines}."
+
+
+def _groups(rows: Iterable[dict[str, Any]]) -> dict[str, dict[str, float]]:
+    groups: dict[str, dict[str, float]] = {}
+    for row in rows:
+        groups.setdefault(row["work"].partition(" (")[0], {})[row["contender"]] = row["median"]
+    return groups
+
+
+def _speed(seconds: float, peers: dict[str, float]) -> str:
+    time = next(f"{seconds * 10**p:.3g} {unit}" for p, unit in ((0, "s"), (3, "ms"), (6, "µs")) if seconds * 10**p >= 1)
+    others = ", ".join(
+        f"{NAMES.get(name, name)} **{ratio:.1f}\N{MULTIPLICATION SIGN}**"
+        for name, ratio in sorted(peers.items(), key=lambda p: p[1])
+    )
+    return f"{time}; {others}"
+
+
+def claims_table(sections: Sequence[Any]) -> str:
+    """A line per claim: the verdict, difference and number of pairs of its first comparison."""
+    from efla.report.front import claim_lines, places_of
+
+    lines = [["claim of the paper", "verdict", "difference, 95 % interval", "n"], ["---"] * 4]
+    seen = set()
+    for section in sections:
+        for line in claim_lines([section]):
+            claim = line.claim
+            if (section.key, claim.sentence) in seen or claim.letter not in places_of(section):
+                continue
+            seen.add((section.key, claim.sentence))
+            shown, n = claim.reason, ""
+            if claim.difference is not None:
+                shown, n = claim.difference.text(claim.unit).partition(", n = ")[0], str(claim.difference.n)
+            lines.append([claim.sentence, f"**{claim.verdict}**", shown, n])
+    return _table(lines)
+
+
+def _table(lines: Iterable[Sequence[str]]) -> str:
+    return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)
+
+
+def result_folders(folder: Path = ROOT / "results") -> list[Path]:
+    """The folders with rows, in the order of FOLDERS; paths relative to the project."""
+    found = {path.parent.relative_to(ROOT) for path in folder.glob("*/rows.jsonl")}
+    first = {path: next(i for i, name in enumerate(FOLDERS) if path.name.startswith(name)) for path in found}
+    return sorted(found, key=lambda path: (first[path], path.name))
+
+
+def command_line() -> str:
+    """The page of the command line: what every ``efla COMMAND --help`` prints."""
+    from efla.cli import COMMANDS
+
+    helps = [("",), *((name,) for name in COMMANDS), ("reproduce", "paper"), ("reproduce", "smnist")]
+    parts = [
+        "# Command line",
+        "",
+        "Generated by `make readme` from `efla --help` and `efla COMMAND --help`; do not edit.",
+    ]
+    for words in helps:
+        command = " ".join(("efla", *words)).strip()
+        parts += ["", f"## `{command}`", "", "```text", _help([*filter(None, words), "--help"]), "```"]
+    return "\n".join(parts) + "\n"
+
+
+def _help(arguments: list[str]) -> str:
+    from efla.cli import main
+
+    text = io.StringIO()
+    with contextlib.redirect_stdout(text), contextlib.suppress(SystemExit):
+        main(arguments)
+    lines = re.sub(r"\x1b\[[\d;]*m", "", text.getvalue()).splitlines()
+    return "\n".join(line.rstrip() for line in lines).strip("\n")
+
+
+def filled(text: str, tables: dict[str, str]) -> str:
+    """A page with the text between ``<!-- NAME -->`` and ``<!-- /NAME -->`` replaced."""
+    for name, table in tables.items():
+        start, end = f"<!-- {name} -->", f"<!-- /{name} -->"
+        before, _, rest = text.partition(start)
+        if end not in rest:
+            raise ValueError(f"the page lacks the markers {start} and {end}")
+        text = f"{before}{start}\n{table}\n{end}{rest.partition(end)[2]}"
+    return text
+
+
+def readme(sections: Sequence[Any]) -> str:
+    """README.md with its tables as the rows say."""
+    return filled(README.read_text(), {"speed": speed_table(), "claims": claims_table(sections)})
+
+
+def main() -> None:
+    """Write all of it."""
+    os.chdir(ROOT)
+    os.environ |= {"COLUMNS": "100", "NO_COLOR": "1", "TERM": "dumb"}
+    COMMAND_LINE.write_text(command_line())
+    from efla.report.front import headline
+    from efla.report.markdown import markdown
+    from efla.report.page import sections_of
+    from efla.runs.chart import Figure
+    from efla.runs.vega import save
+
+    sections = [section for folder in result_folders() for section in sections_of(folder)]
+    CLAIMS.write_text(markdown(sections))
+    README.write_text(readme(sections))
+    figure = headline(sections)
+    assert figure is not None
+    save(Figure("robustness", figure.title, figure.note, figure.charts), ROOT / "docs/figures", ("svg",))
+
+
+if __name__ == "__main__":
+    main()
