@@ -12,7 +12,7 @@ import os
 import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 ROOT = Path(__file__).parents[1]
 README, CLAIMS, COMMAND_LINE = ROOT / "README.md", ROOT / "docs/results/claims.md", ROOT / "docs/reference/cli.md"
@@ -49,20 +49,18 @@ def speed_table(folder: Path = ROOT / "benchmarks/results") -> str:
     """
     records = [json.loads(path.read_text()) for path in sorted(folder.rglob("*.json"))]
     records = [record for record in records if "SIMD (native)" in record.get("facts", {})]
-    records.sort(key=lambda record: (record["threads"], record["date"]))
+    groups = [group for record in sorted(records, key=lambda r: r["date"]) for group in _groups(record)]
+    groups.sort(key=lambda group: group.threads)
     cells: dict[str, dict[str, tuple[int, float, dict[str, float]]]] = {}
     used: dict[str, set[str]] = {}
-    for record in records:
-        simd = record["facts"]["SIMD (native)"].split()[0]
-        for work, contenders in _groups(record["rows"]).items():
-            ours, *others = contenders.items()
-            peers = {name: time / ours[1] for name, time in others if not name.startswith(OURS)}
-            if work not in WORKS or not peers:
-                continue
-            threads, _, before = cells.setdefault(work, {}).get(simd, (0, 0.0, {}))
-            kept = before if threads == record["threads"] else {}
-            cells[work][simd] = (record["threads"], ours[1], {**kept, **peers})
-            used.setdefault(simd, set()).add(f"{record['machine']}, {record['threads']} threads")
+    for group in groups:
+        peers = {name: ratio for name, ratio in group.ratios.items() if not name.startswith(OURS)}
+        if group.work not in WORKS or not peers:
+            continue
+        threads, _, before = cells.setdefault(group.work, {}).get(group.simd, (0, 0.0, {}))
+        kept = before if threads == group.threads else {}
+        cells[group.work][group.simd] = (group.threads, group.seconds, {**kept, **peers})
+        used.setdefault(group.simd, set()).add(f"{group.machine}, {group.threads} threads")
     sets = [simd for simd in SETS if simd in used]
     lines = [["work", *(SETS[simd] for simd in sets)], ["---"] * (len(sets) + 1)]
     for work, name in WORKS.items():
@@ -72,10 +70,29 @@ def speed_table(folder: Path = ROOT / "benchmarks/results") -> str:
     return f"{_table(lines)}\n\n{machines}."
 
 
-def _groups(rows: Iterable[dict[str, Any]]) -> dict[str, dict[str, float]]:
-    groups: dict[str, dict[str, float]] = {}
-    for row in rows:
-        groups.setdefault(row["work"].partition(" (")[0], {})[row["contender"]] = row["median"]
+class Group(NamedTuple):
+    """One piece of work in one run: our median, and every contender's time by ours."""
+
+    work: str
+    threads: int
+    simd: str
+    machine: str
+    seconds: float
+    ratios: dict[str, float]
+
+
+def _groups(record: dict[str, Any]) -> list[Group]:
+    found: dict[tuple[str, int], dict[str, dict[str, Any]]] = {}
+    for row in record["rows"]:
+        found.setdefault((row["work"].partition(" (")[0], row.get("threads", record["threads"])), {})[
+            row["contender"]
+        ] = row
+    groups = []
+    for (work, threads), rows in found.items():
+        ours = next(iter(rows.values()))["median"]
+        ratios = {name: row.get("ratio") or row["median"] / ours for name, row in rows.items()}
+        simd = record["facts"]["SIMD (native)"].split()[0]
+        groups.append(Group(work, threads, simd, record["machine"], ours, ratios))
     return groups
 
 
@@ -165,8 +182,9 @@ def main() -> None:
     os.chdir(ROOT)
     os.environ |= {"COLUMNS": "100", "NO_COLOR": "1", "TERM": "dumb"}
     COMMAND_LINE.write_text(command_line())
-    from efla.report.front import headline
     from efla.report.markdown import markdown
+
+    from efla.report.front import headline
     from efla.report.page import sections_of
     from efla.runs.chart import Figure
     from efla.runs.vega import save
