@@ -48,7 +48,7 @@ def speed_table(folder: Path = ROOT / "benchmarks/results") -> str:
     A ratio comes from one file, so from one run. Where files overlap, more threads and then the newest win.
     """
     records = [json.loads(path.read_text()) for path in sorted(folder.rglob("*.json"))]
-    records = [record for record in records if "SIMD (native)" in record.get("facts", {})]
+    records = [record for record in records if isinstance(record, dict) and "SIMD (native)" in record["facts"]]
     groups = [group for record in sorted(records, key=lambda r: r["date"]) for group in _groups(record)]
     groups.sort(key=lambda group: group.threads)
     cells: dict[str, dict[str, tuple[int, float, dict[str, float]]]] = {}
