@@ -184,7 +184,7 @@ docs: setup
 
 # Tables and figure of README.md, docs/results/claims.md and docs/reference/cli.md, from the rows in results/ and benchmarks/results.
 readme: setup
-	$(BIN)/python docs/generate.py
+	$(BIN)/python docs/scripts/generate.py
 
 # The source distribution, the wheel built from it, and a check that each holds what it should.
 dist: setup

@@ -55,11 +55,11 @@ def test_every_public_name_has_its_place_in_the_reference(module):
 
 @pytest.fixture(scope="module")
 def generate():
-    sys.path.insert(0, str(ROOT / "docs"))
+    sys.path.insert(0, str(ROOT / "docs/scripts"))
     try:
         yield importlib.import_module("generate")
     finally:
-        sys.path.remove(str(ROOT / "docs"))
+        sys.path.remove(str(ROOT / "docs/scripts"))
 
 
 def test_the_tables_of_the_readme_are_what_the_rows_say(generate, monkeypatch):

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 README, CLAIMS, COMMAND_LINE = ROOT / "README.md", ROOT / "docs/results/claims.md", ROOT / "docs/reference/cli.md"
 
 WORKS = {
@@ -27,13 +27,16 @@ WORKS = {
     "prefill B1 T2048, 4 layers of 512": "4-layer model reads 2,048 tokens",
     "training step B1 T2048, 4 layers of 512": "4-layer model, training step",
     "training step, 8 rows of 512 bytes": "byte model of 1.9M, training step",
+    "prefill 2048, Qwen3.5 24 layers of 1024, float32": "Qwen3.5, 24 layers, `accelerate_cpu`: read 2,048 tokens",
+    "training step 2048, Qwen3.5 4 layers of 512, float32": "Qwen3.5, 4 layers, `accelerate_cpu`: training step",
 }
 """Work in the rows (up to a bracket) -> its name in the table."""
-OURS = ("native", "efla", "chunked", "reference", "gated delta", "sgemm", "one pass")
+OURS = ("native", "efla", "chunked", "reference", "gated delta", "sgemm", "one pass", "its products")
 """How the names of contenders begin that are not peers."""
+ACCELERATED = "the same, accelerate_cpu"
 NAMES = {
     "softmax attention": "softmax (SDPA)",
-    "the same, accelerate_cpu": "Qwen3.5 with `accelerate_cpu`",
+    ACCELERATED: "Qwen3.5 with `accelerate_cpu`",
     "transformers Qwen3.5 (gated delta)": "transformers Qwen3.5",
     "transformers Llama (softmax)": "transformers Llama",
 }
@@ -47,8 +50,9 @@ def speed_table(folder: Path = ROOT / "benchmarks/results") -> str:
 
     A ratio comes from one file, so from one run. Where files overlap, more threads and then the newest win.
     """
-    records = [json.loads(path.read_text()) for path in sorted(folder.rglob("*.json"))]
-    records = [record for record in records if isinstance(record, dict) and "SIMD (native)" in record["facts"]]
+    files = [json.loads(path.read_text()) for path in sorted(folder.rglob("*.json"))]
+    records = [record for file in files for record in (file if isinstance(file, list) else [file])]
+    records = [record for record in records if "SIMD (native)" in record.get("facts", {})]
     groups = [group for record in sorted(records, key=lambda r: r["date"]) for group in _groups(record)]
     groups.sort(key=lambda group: group.threads)
     cells: dict[str, dict[str, tuple[int, float, dict[str, float]]]] = {}
@@ -89,10 +93,14 @@ def _groups(record: dict[str, Any]) -> list[Group]:
         ] = row
     groups = []
     for (work, threads), rows in found.items():
-        ours = next(iter(rows.values()))["median"]
-        ratios = {name: row.get("ratio") or row["median"] / ours for name, row in rows.items()}
+        ours = next((name for name in rows if name.startswith(OURS[:2])), ACCELERATED)
+        if ours not in rows:
+            continue
+        ratios = {
+            name: row.get("ratio") or row["median"] / rows[ours]["median"] for name, row in rows.items() if name != ours
+        }
         simd = record["facts"]["SIMD (native)"].split()[0]
-        groups.append(Group(work, threads, simd, record["machine"], ours, ratios))
+        groups.append(Group(work, threads, simd, record["machine"], rows[ours]["median"], ratios))
     return groups
 
 
