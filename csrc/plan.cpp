@@ -1,13 +1,15 @@
 // Splits a problem into tasks, gives each thread its scratch memory and runs the tasks.
 //
-// Results are bit-identical for any number of threads: the parts depend on the shape only, and partial sums are added in a
-// fixed order.
+// Results are bit-identical for any number of threads: the parts of the backward pass depend on the shape only, and partial
+// sums are added in a fixed order.
 #include "plan.h"
 
+#include <algorithm>
 #include <atomic>
 #include <cstdlib>
 #include <memory>
 #include <new>
+#include <numeric>
 #include <stdexcept>
 #include <string>
 #include <vector>
@@ -17,9 +19,11 @@
 namespace efla {
 namespace {
 
-constexpr int64_t kWantedTasks = 8;        // split heads and columns until there are this many
-constexpr int kMaxTaskKeyHeads = 8;        // see Plan::task_key_heads
-constexpr double kFlopsPerThread = 300e3;  // with less work, a second thread costs more than it saves
+constexpr int64_t kWantedTasks = 8;  // split heads and columns until there are this many (forward: at most)
+constexpr int kMaxTaskKeyHeads = 8;  // see Plan::task_key_heads
+static_assert(kMaxTaskKeyHeads <= kDecodeTokens);  // decoding has a slot for each (decode.h)
+constexpr double kCachedBytes = 1 << 20;           // states of a thread that a usual L2 cache keeps from token to token
+constexpr double kFlopsPerThread = 300e3;          // with less work, a second thread costs more than it saves
 
 struct Free {
   void operator()(void* p) const { std::free(p); }
@@ -67,7 +71,10 @@ void make_plan(const Problem& p, bool backward, PlanWithOffsets& out) {
   plan.panels = (p.V + kPanel - 1) / kPanel;
   plan.padded_K = (p.K + 15) / 16 * 16;
   const int64_t pairs = p.sequences * p.key_heads;
-  const int64_t wanted = pairs > 0 ? (kWantedTasks + pairs - 1) / pairs : 1;
+  const int64_t threads = p.threads > 1 ? p.threads : 1;
+  int64_t wanted = pairs > 0 ? (kWantedTasks + pairs - 1) / pairs : 1;
+  // Every part packs the keys again. Forward sums nothing over parts, so it takes as few as give each thread equal work.
+  if (!backward) wanted = std::min(wanted, threads / std::gcd(pairs, threads));
   plan.head_parts = int(wanted < plan.group ? wanted : plan.group);
   const int64_t columns = (wanted + plan.head_parts - 1) / plan.head_parts;
   plan.column_parts = int(columns < plan.panels ? columns : plan.panels);
@@ -79,11 +86,15 @@ void make_plan(const Problem& p, bool backward, PlanWithOffsets& out) {
     longest = length > longest ? length : longest;
   }
   plan.decode = !backward && longest <= (p.final_state ? kDecodeTokens : 1);
-  // As many key heads per task as leave every thread a task.
-  const int64_t threads = p.threads > 1 ? p.threads : 1;
-  while (!plan.decode && plan.task_key_heads < kMaxTaskKeyHeads && p.key_heads % (2 * plan.task_key_heads) == 0 &&
-         pairs * parts / (2 * plan.task_key_heads) >= threads)
-    plan.task_key_heads *= 2;
+  // As many key heads per task as leave every thread a task and, in decoding, as many as every other thread.
+  auto suits = [&](int key_heads) {
+    const int64_t tasks = pairs * parts / key_heads;
+    return key_heads <= kMaxTaskKeyHeads && p.key_heads % key_heads == 0 && tasks >= threads &&
+           (!plan.decode || tasks % threads == 0);
+  };
+  while (suits(2 * plan.task_key_heads)) plan.task_key_heads *= 2;
+  const double state_bytes = double(pairs) * plan.group * p.K * p.V * (p.dtype == Dtype::float64 ? 8 : 4);
+  plan.prefetch_states = plan.decode && p.initial_state && state_bytes / threads > kCachedBytes;
   plan.tasks = pairs * parts / plan.task_key_heads;
   if (backward || p.boundary_states) {
     out.offsets.resize(size_t(p.sequences) + 1);

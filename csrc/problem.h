@@ -63,8 +63,8 @@ struct Problem {
 };
 
 // How the work is split. A task is what a thread takes: one sequence, a range of key heads, one head part and one column
-// part. The parts depend on the shape only. task_key_heads also depends on the number of threads, and changes no result:
-// neighbouring key heads share a task because their rows are neighbours in memory.
+// part. In the backward pass the parts depend on the shape only. Forward's parts and task_key_heads also depend on the number
+// of threads, and change no result. Neighbouring key heads share a task because their rows are neighbours in memory.
 struct Plan {
   int group = 1;         // value heads per key head
   int head_parts = 1;    // ranges into which a group's value heads are split
@@ -74,6 +74,7 @@ struct Plan {
   int task_key_heads = 1;  // neighbouring key heads that one task takes
   int64_t tasks = 0;
   bool decode = false;
+  bool prefetch_states = false;              // in decoding, during the head before; changes no result
   const int64_t* boundary_offset = nullptr;  // [sequences + 1], in saved states per head
   // Backward with more than one part: partial sums in the compute type.
   void* dq_parts = nullptr;  // [head_parts * column_parts][B, T, Hk, K]

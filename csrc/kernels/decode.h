@@ -13,85 +13,94 @@
 
 namespace efla::EFLA_ISA {
 
+// k, q and scalars of up to 8 slots. The slots are the tokens of one head or, for a single token, neighbouring key heads.
 template <class T> struct DecodeTokens {
   alignas(64) T k[kDecodeTokens][kMaxWidth], q[kDecodeTokens][kMaxWidth];
   alignas(64) T lam[kBlock], qk[kBlock], beta[kBlock], log_gate[kBlock], decay[kBlock], erase[kBlock], write[kBlock];
 };
 
 template <class E>
-inline void decode_keys(const Problem& p, const Task& task, int64_t key_head, DecodeTokens<Compute<E>>& d) {
+EFLA_INLINE void decode_key(const Problem& p, const Task& task, int64_t t, int64_t key_head, int slot,
+                            DecodeTokens<Compute<E>>& d) {
   using T = Compute<E>;
-  int padded = round_up(p.K, 16);
-  for (int t = 0; t < kBlock; ++t) d.lam[t] = 0;
-  for (int t = 0; t < int(task.length); ++t) {
-    load_row(at<const E>(p.k, task.batch, task.first_token + t, key_head), p.K, d.k[t], padded);
-    load_row(at<const E>(p.q, task.batch, task.first_token + t, key_head), p.K, d.q[t], padded);
-    if (p.normalise_k) normalise_row<T>(d.k[t], padded);
-    if (p.normalise_q) normalise_row<T>(d.q[t], padded);
-    if (facts(p.rule).uses_norm) d.lam[t] = row_dot<T>(d.k[t], d.k[t], padded);
-    d.qk[t] = row_dot<T>(d.q[t], d.k[t], padded);
-  }
+  const int padded = round_up(p.K, 16);
+  T *k = d.k[slot], *q = d.q[slot];
+  load_row(at<const E>(p.k, task.batch, task.first_token + t, key_head), p.K, k, padded);
+  load_row(at<const E>(p.q, task.batch, task.first_token + t, key_head), p.K, q, padded);
+  if (p.normalise_k) normalise_row<T>(k, padded);
+  if (p.normalise_q) normalise_row<T>(q, padded);
+  if (facts(p.rule).uses_norm) d.lam[slot] = row_dot<T>(k, k, padded);
+  d.qk[slot] = row_dot<T>(q, k, padded);
 }
 
-// One token on a slice of N vectors. `from` may be null (zero state) and may equal `to`, which is null if no state is wanted.
-template <class E, int N>
-EFLA_INLINE void decode_columns(const Problem& p, const DecodeTokens<Compute<E>>& d, int t, const E* v, E* o, int count,
-                                const Compute<E>* from, Compute<E>* to) {
-  using T = Compute<E>;
-  constexpr int lanes = kLanes<T>;
-  const T *k = d.k[t], *q = d.q[t];
-  const bool whole = count >= N * lanes;
-  Vec<T> ks[N] = {}, qs[N] = {}, u[N];
-  if (from && whole) {
-    for (int j = 0; j < p.K; ++j) {
-      Vec<T> kj = splat<T>(k[j]), qj = splat<T>(q[j]);
-      EFLA_UNROLL_FOR (int n = 0; n < N; ++n) {
-        Vec<T> s = load(from + int64_t(j) * p.V + n * lanes);
-        ks[n] += kj * s;
-        qs[n] += qj * s;
-      }
-    }
-  } else if (from) {
-    for (int j = 0; j < p.K; ++j)
-      for (int n = 0; n < N && count > n * lanes; ++n) {
-        Vec<T> s = load_some(from + int64_t(j) * p.V + n * lanes, count - n * lanes);
-        ks[n] += k[j] * s;
-        qs[n] += q[j] * s;
-      }
-  }
-  const T a = d.decay[t], scale = T(p.scale);
-  EFLA_UNROLL_FOR (int n = 0; n < N; ++n) {
-    int left = count - n * lanes;
-    Vec<T> value = left > 0 ? load_some(v + n * lanes, left) : Vec<T>{};
-    u[n] = d.write[t] * value - (a * d.erase[t]) * ks[n];
-    Vec<T> out = scale * (a * qs[n] + d.qk[t] * u[n]);
-    if (left > 0) store_some(o + n * lanes, out, left);
-  }
-  if (!to) return;
-  for (int j = 0; j < p.K; ++j) {
-    Vec<T> kj = splat<T>(k[j]);
-    EFLA_UNROLL_FOR (int n = 0; n < N; ++n) {
-      int left = count - n * lanes;
-      int64_t offset = int64_t(j) * p.V + n * lanes;
-      if (whole) {
-        Vec<T> s = from ? load(from + offset) * a : Vec<T>{};
-        store(to + offset, s + kj * u[n]);
-      } else if (left > 0) {
-        Vec<T> s = from ? load_some(from + offset, left) * a : Vec<T>{};
-        store_some(to + offset, s + kj * u[n], left);
-      }
-    }
-  }
-}
-
+// The tokens of one key head, a slot each.
 template <class E>
-inline void decode_head(const Problem& p, const Task& task, const DecodeTokens<Compute<E>>& d, int64_t head) {
+inline void decode_keys(const Problem& p, const Task& task, int64_t key_head, DecodeTokens<Compute<E>>& d) {
+  for (int t = 0; t < kBlock; ++t) d.lam[t] = 0;
+  for (int t = 0; t < int(task.length); ++t) decode_key<E>(p, task, t, key_head, t, d);
+}
+
+// Vector n of a slice with `count` columns, which are all of its columns if it is `whole`.
+template <bool whole, class E> EFLA_INLINE Vec<Compute<E>> load_slice(const E* p, int n, int count) {
+  constexpr int lanes = kLanes<Compute<E>>;
+  if constexpr (whole) return load_elements(p + n * lanes);
+  return n * lanes < count ? load_some(p + n * lanes, count - n * lanes) : Vec<Compute<E>>{};
+}
+
+template <bool whole, class E> EFLA_INLINE void store_slice(E* p, int n, int count, Vec<Compute<E>> x) {
+  constexpr int lanes = kLanes<Compute<E>>;
+  if constexpr (whole) {
+    store_elements(p + n * lanes, x);
+  } else if (n * lanes < count) {
+    store_some(p + n * lanes, x, count - n * lanes);
+  }
+}
+
+// One token on a slice of N vectors. With `starts` there is a state `from`, which may equal `to`; `to` is null if no state is
+// wanted. The rows are written in reverse: those read last are still in L1. With `next`, each row prefetches one cache line.
+template <class E, int N, bool whole, bool starts>
+EFLA_INLINE void decode_columns(const DecodeTokens<Compute<E>>& d, int slot, int K, int64_t V, Compute<E> scale,
+                                const E* v, E* o, int count, const Compute<E>* from, Compute<E>* to, const char* next) {
+  using T = Compute<E>;
+  const T *k = d.k[slot], *q = d.q[slot];
+  Vec<T> ks[N] = {}, qs[N] = {}, u[N];
+  for (int j = 0; starts && j < K; ++j) {
+    const Vec<T> kj = splat<T>(k[j]), qj = splat<T>(q[j]);
+    EFLA_UNROLL_FOR (int n = 0; n < N; ++n) {
+      const Vec<T> s = load_slice<whole>(from + j * V, n, count);
+      ks[n] += kj * s;
+      qs[n] += qj * s;
+    }
+    if (next) __builtin_prefetch(next, 1, 2), next += 64;
+  }
+  const T a = d.decay[slot], write = d.write[slot], erase = a * d.erase[slot], qk = d.qk[slot];
+  EFLA_UNROLL_FOR (int n = 0; n < N; ++n) {
+    u[n] = rounded(write * load_slice<whole>(v, n, count)) - erase * ks[n];
+    store_slice<whole>(o, n, count, scale * (rounded(a * qs[n]) + qk * u[n]));
+  }
+  for (int j = K - 1; to && j >= 0; --j) {
+    const Vec<T> kj = splat<T>(k[j]);
+    EFLA_UNROLL_FOR (int n = 0; n < N; ++n) {
+      Vec<T> s{};
+      if constexpr (starts) s = rounded(load_slice<whole>(from + j * V, n, count) * a);
+      store_slice<whole>(to + j * V, n, count, s + kj * u[n]);
+    }
+    if (next) __builtin_prefetch(next, 1, 2), next += 64;
+  }
+}
+
+// The tokens of one value head, in the slots from `slot` on. `next_state` is prefetched unless it is null.
+template <class E>
+inline void decode_head(const Problem& p, const Task& task, const DecodeTokens<Compute<E>>& d, int64_t head,
+                        int slot = 0, const Compute<E>* next_state = nullptr) {
   using T = Compute<E>;
   constexpr int lanes = kLanes<T>, wide = EFLA_WIDE_REGISTERS ? 8 : 4;
-  const int64_t state = (task.sequence * p.value_heads + head) * int64_t(p.K) * p.V;
+  const int K = p.K;
+  const int64_t V = p.V, state = (task.sequence * p.value_heads + head) * K * V;
   const T* initial = p.initial_state ? static_cast<const T*>(p.initial_state) + state : nullptr;
   T* final_state = p.final_state ? static_cast<T*>(p.final_state) + state : nullptr;
   const int begin = task.panel_begin * kPanel, end = task.panel_end * kPanel < p.V ? task.panel_end * kPanel : p.V;
+  const char* next = reinterpret_cast<const char*>(next_state);
   for (int c = begin, count; c < end; c += count) {
     const int left = end - c;
     count = left >= wide * lanes ? wide * lanes : left < 4 * lanes ? left : 4 * lanes;
@@ -100,16 +109,47 @@ inline void decode_head(const Problem& p, const Task& task, const DecodeTokens<C
     for (int t = 0; t < int(task.length); ++t, from = to) {
       const E* v = at<const E>(p.v, task.batch, task.first_token + t, head) + c;
       E* o = at<E>(p.o, task.batch, task.first_token + t, head) + c;
+      auto run = [&]<int N, bool whole>() __attribute__((always_inline)) {
+        if (from) {
+          decode_columns<E, N, whole, true>(d, slot + t, K, V, T(p.scale), v, o, count, from, to, next);
+        } else {
+          decode_columns<E, N, whole, false>(d, slot + t, K, V, T(p.scale), v, o, count, from, to, nullptr);
+        }
+      };
       if (count == wide * lanes) {
-        decode_columns<E, wide>(p, d, t, v, o, count, from, to);
+        run.template operator()<wide, true>();
+      } else if (count == 4 * lanes) {
+        run.template operator()<4, true>();
       } else {
-        decode_columns<E, 4>(p, d, t, v, o, count, from, to);
+        run.template operator()<4, false>();
       }
     }
+    if (next) next += count * K * sizeof(T);
   }
   if (task.length == 0 && final_state && final_state != initial)
-    for (int64_t j = 0; j < p.K; ++j)
-      for (int64_t i = j * p.V + begin; i < j * p.V + end; ++i) final_state[i] = initial ? initial[i] : T(0);
+    for (int64_t j = 0; j < K; ++j)
+      for (int64_t i = j * V + begin; i < j * V + end; ++i) final_state[i] = initial ? initial[i] : T(0);
+}
+
+// One token: the slots are the task's key heads, so that their scalars are computed together. The states are prefetched with
+// 16 registers only: there, the lines of a slice are as many as the rows that it reads and writes.
+template <class E>
+inline void decode_token(const Problem& p, const Plan& plan, const Task& task, DecodeTokens<Compute<E>>& d,
+                         const ScalarTile<Compute<E>>& s, unsigned* status) {
+  using T = Compute<E>;
+  const int keys = int(task.key_end - task.key_begin);
+  for (int i = 0; i < kBlock; ++i) d.lam[i] = 0;
+  for (int i = 0; i < keys; ++i) decode_key<E>(p, task, 0, task.key_begin + i, i, d);
+  const T* states = static_cast<const T*>(p.initial_state);
+  for (int i = 0; i < task.heads; ++i) {
+    const int64_t first = task.key_begin * plan.group + task.head_offset + i;
+    load_scalars<T>(p, task, 0, keys, kBlock, first, d.lam, s, status, plan.group);
+    for (int slot = 0; slot < keys; ++slot) {
+      const int64_t head = first + slot * plan.group, next = task.sequence * p.value_heads + head + plan.group;
+      const bool prefetches = plan.prefetch_states && !EFLA_WIDE_REGISTERS && next < p.sequences * p.value_heads;
+      decode_head<E>(p, task, d, head, slot, prefetches ? states + next * p.K * p.V : nullptr);
+    }
+  }
 }
 
 template <class E> inline void decode_task(const Problem& p, const Plan& plan, const Task& task, unsigned* status) {
@@ -117,6 +157,7 @@ template <class E> inline void decode_task(const Problem& p, const Plan& plan, c
   DecodeTokens<T> d;
   ScalarTile<T> s;
   s.beta = d.beta, s.log_gate = d.log_gate, s.decay = d.decay, s.erase = d.erase, s.write = d.write;
+  if (task.length == 1) return decode_token<E>(p, plan, task, d, s, status);
   for (int64_t key_head = task.key_begin; key_head < task.key_end; ++key_head) {
     decode_keys<E>(p, task, key_head, d);
     for (int i = 0; i < task.heads; ++i) {

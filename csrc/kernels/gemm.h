@@ -16,6 +16,9 @@ constexpr int kProductRows = EFLA_WIDE_REGISTERS ? 8 : 4;
 template <class T> constexpr int kTokenVectors = kLanes<T> >= kBlock ? 1 : 2;
 template <class T> constexpr int kTokenRows = kLanes<T> >= kBlock ? 16 : kProductRows;
 
+// Steps of a product in one iteration of its loop.
+constexpr int kProductUnroll = EFLA_WIDE_REGISTERS ? 1 : 2;
+
 // Prefetches the rows of the next head or tile, a few cache lines at a time between products.
 struct Prefetcher {
   static constexpr int streams = 7, per_step = 10;  // k, q, v, dO and dq, dk, dv
@@ -44,6 +47,7 @@ template <class T, int M, int N> EFLA_INLINE void clear(Accumulators<T, M, N>& a
 
 template <class T, int M, int N, int row_stride, int column_stride>
 EFLA_INLINE void multiply(const T* A, const T* B, int ldb, int depth, Accumulators<T, M, N>& acc) {
+#pragma GCC unroll kProductUnroll
   for (int p = 0; p < depth; ++p) {
     Vec<T> b[N];
     EFLA_UNROLL_FOR (int n = 0; n < N; ++n) b[n] = load(B + p * ldb + n * kLanes<T>);

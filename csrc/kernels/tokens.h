@@ -137,26 +137,28 @@ template <class T> struct ScalarTile {
   }
 };
 
+// `count` tokens of one head or, with head_step, one token of every head_step-th head.
 template <class T>
-EFLA_INLINE void gather_scalars(const Strided& s, const Task& task, int64_t first, int count, int64_t head, T fallback,
-                                T* to) {
-  for (int t = 0; t < count; ++t)
-    to[t] = s.data ? *at<const T>(s, task.batch, task.first_token + first + t, head) : fallback;
+EFLA_INLINE void gather_scalars(const Strided& s, const Task& task, int64_t first, int count, int64_t head,
+                                int64_t head_step, T fallback, T* to) {
+  const T* from = s.data ? at<const T>(s, task.batch, task.first_token + first, head) : nullptr;
+  const int64_t step = head_step ? head_step * s.head : s.token;
+  for (int t = 0; t < count; ++t) to[t] = from ? from[t * step] : fallback;
 }
 
 // Loads the inputs of a head and computes (decay, erase, write). Tokens from `count` to `rows` are identity steps.
 template <class T>
 inline void load_scalars(const Problem& p, const Task& task, int64_t first, int count, int rows, int64_t head,
-                         const T* lam, const ScalarTile<T>& s, unsigned* status) {
+                         const T* lam, const ScalarTile<T>& s, unsigned* status, int64_t head_step = 0) {
   for (int t = count; t < rows; ++t) s.beta[t] = s.log_gate[t] = s.decay[t] = s.erase[t] = s.write[t] = 0;
   if (p.rule == Rule::raw) {
-    gather_scalars<T>(p.log_decay, task, first, count, head, T(0), s.decay);
-    gather_scalars<T>(p.erase, task, first, count, head, T(0), s.erase);
-    gather_scalars<T>(p.write, task, first, count, head, T(0), s.write);
+    gather_scalars<T>(p.log_decay, task, first, count, head, head_step, T(0), s.decay);
+    gather_scalars<T>(p.erase, task, first, count, head, head_step, T(0), s.erase);
+    gather_scalars<T>(p.write, task, first, count, head, head_step, T(0), s.write);
     for (int t = 0; t < rows; t += kLanes<T>) store(s.decay + t, vexp<T>(load(s.decay + t)));
   } else {
-    gather_scalars<T>(p.log_gate, task, first, count, head, T(0), s.log_gate);
-    gather_scalars<T>(p.beta, task, first, count, head, T(1), s.beta);
+    gather_scalars<T>(p.log_gate, task, first, count, head, head_step, T(0), s.log_gate);
+    gather_scalars<T>(p.beta, task, first, count, head, head_step, T(1), s.beta);
     IntVec<T> negative{}, positive{};
     for (int t = 0; t < rows; t += kLanes<T>) {
       Vec<T> beta = load(s.beta + t), log_gate = load(s.log_gate + t);

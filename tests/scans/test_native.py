@@ -141,6 +141,30 @@ def test_decoding_in_place_equals_the_oracle(rule, length):
     torch.testing.assert_close(state.double(), expected_state, rtol=1e-4, atol=1e-5)
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("rule", ["efla", "gated_efla"])
+def test_a_decoded_token_of_a_head_does_not_depend_on_other_heads_or_threads(rule):
+    """A task decodes one to eight key heads together, and more than 1 MB of states is prefetched."""
+    inputs = make_inputs(
+        rule, batch=5, length=1, initial_state=True, key_heads=8, value_heads=16, key_dim=64, value_dim=72
+    )
+
+    def attend(tensors, state):
+        return efla.linear_attention(
+            *tensors, rule=rule, backend="native", initial_state=state, output_final_state=True
+        )
+
+    for threads in (1, 2, 3):
+        torch.set_num_threads(threads)
+        o, state = attend(inputs_of(inputs), inputs.initial_state)
+        for head in range(8):
+            keys, values = slice(head, head + 1), slice(2 * head, 2 * head + 2)
+            parts = (keys, keys, values, values, values)
+            alone = [None if x is None else x[:, :, part] for x, part in zip(inputs_of(inputs), parts, strict=True)]
+            o_alone, state_alone = attend(alone, inputs.initial_state[:, values].contiguous())
+            assert torch.equal(o[:, :, values], o_alone) and torch.equal(state[:, values], state_alone)
+
+
 def test_the_callers_state_is_left_alone_unless_allowed():
     inputs = make_inputs("efla", length=1, initial_state=True)
     before = inputs.initial_state.clone()
