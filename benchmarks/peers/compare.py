@@ -150,6 +150,19 @@ def compare(
     return rows
 
 
+def save(rows: list[dict[str, Any]], refused: dict[str, str], rounds: int, file: Path) -> None:
+    record = {
+        "machine": bench.processor_name(),
+        "facts": bench.machine_facts(),
+        "threads": max(row["threads"] for row in rows),
+        "rounds": rounds,
+        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "refused": refused,
+        "rows": rows,
+    }
+    write_atomically(file, f"{json.dumps(record, indent=1)}\n".encode())
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description="Compare the gated delta rule of other projects with native.")
     parser.add_argument("--peers", nargs="+", choices=PEERS, default=PEERS)
@@ -178,16 +191,6 @@ def main() -> None:
             refused |= {worker.name: worker.refused for worker in workers if worker.refused}
     for name, reason in refused.items():
         print(f"{name}: not measured: {reason}")
-    record = {
-        "machine": bench.processor_name(),
-        "facts": bench.machine_facts(),
-        "threads": max(row["threads"] for row in rows),
-        "rounds": options.rounds,
-        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-        "refused": refused,
-        "rows": rows,
-    }
-    write_atomically(options.output, f"{json.dumps(record, indent=1)}\n".encode())
 
 
 if __name__ == "__main__":
