@@ -154,7 +154,7 @@ def save(rows: list[dict[str, Any]], refused: dict[str, str], rounds: int, file:
     record = {
         "machine": bench.processor_name(),
         "facts": bench.machine_facts(),
-        "threads": max(row["threads"] for row in rows),
+        "threads": max((row["threads"] for row in rows), default=0),
         "rounds": rounds,
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         "refused": refused,
@@ -185,10 +185,10 @@ def main() -> None:
                     print(f"{LABELS[work]} {size}, {threads} threads", flush=True)
                     measured = compare(workers, size, work, threads, options.rounds, folder)
                     new = {(row["work"], row["contender"], row["threads"]) for row in measured}
-                    rows = [
-                        row for row in rows if (row["work"], row["contender"], row["threads"]) not in new
-                    ] + measured
-            refused |= {worker.name: worker.refused for worker in workers if worker.refused}
+                    kept = [row for row in rows if (row["work"], row["contender"], row["threads"]) not in new]
+                    rows = kept + measured
+                    refused |= {worker.name: worker.refused for worker in workers if worker.refused}
+                    save(rows, refused, options.rounds, options.output)
     for name, reason in refused.items():
         print(f"{name}: not measured: {reason}")
 

@@ -1,6 +1,7 @@
 """benchmarks/peers: contenders in processes of their own are checked before they are timed, and rows say what was found."""
 
 import importlib.util
+import json
 from pathlib import Path
 
 import numpy as np
@@ -51,6 +52,34 @@ def test_a_peer_that_cannot_run_says_why():
     worker = peers.Worker("vllm", 1)
     worker.close()
     assert "vLLM's CPU kernels" in worker.refused
+
+
+def test_an_interrupted_run_keeps_the_rows_it_has_and_those_of_other_works(monkeypatch, tmp_path):
+    class Worker:
+        refused = ""
+
+        def __init__(self, name, threads):
+            self.name = name
+
+        def close(self):
+            pass
+
+    def compare(workers, size, work, threads, rounds, folder):
+        if work == "decoding":
+            raise KeyboardInterrupt
+        return [{"work": f"{work} {size}", "contender": "native", "threads": threads, "median": 1.0}]
+
+    file = tmp_path / "rows.json"
+    kept = {"work": "other", "contender": "native", "threads": 2, "median": 2.0}
+    file.write_text(json.dumps({"rows": [kept], "refused": {}}))
+    monkeypatch.setattr(peers, "Worker", Worker)
+    monkeypatch.setattr(peers, "compare", compare)
+    command = ["compare.py", "--work", "forward", "decoding", "--threads", "1", "--output", str(file)]
+    monkeypatch.setattr("sys.argv", command)
+    with pytest.raises(KeyboardInterrupt):
+        peers.main()
+    rows = json.loads(file.read_text())["rows"]
+    assert kept in rows and len(rows) == 1 + len(peers.WORK["forward"])
 
 
 def test_every_peer_has_a_driver_and_a_line_in_the_table():
