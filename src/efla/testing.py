@@ -3,14 +3,13 @@
     inputs = efla.testing.make_inputs("gated_efla", length=100, kind="mixed_norms")
     efla.testing.assert_matches_oracle(inputs, backend="my-backend")
 
-The oracle and the honest run cost a hundred times what a backend does. To compare several backends, compute them once:
+The oracle and the reference run cost a hundred times what a backend does. To compare several backends, compute them once:
 
     expected = efla.testing.expect(inputs)
     for backend in ("native", "chunked"):
         efla.testing.assert_matches_oracle(expected, backend)
 
-An error budget is never a number picked to pass: it is twice the error that an honest token-by-token run makes in the
-same precision on the same inputs, plus one rounding band.
+An error budget is twice the error of a token-by-token run in the same precision on the same inputs, plus one rounding band.
 """
 
 from __future__ import annotations
@@ -95,20 +94,7 @@ class ScanInputs:
 
     def call(self, backend: str, *, chunk_size: int = 64) -> tuple[Tensor, Tensor]:
         """(o, final_state) by that backend."""
-        o, state = linear_attention(
-            self.q,
-            self.k,
-            self.v,
-            self.beta,
-            self.log_gate,
-            rule=self.rule,
-            initial_state=self.initial_state,
-            output_final_state=True,
-            cu_seqlens=self.cu_seqlens,
-            qk_l2norm=self.qk_l2norm,
-            chunk_size=chunk_size,
-            backend=backend,
-        )
+        o, state = linear_attention(**vars(self), output_final_state=True, chunk_size=chunk_size, backend=backend)
         assert state is not None
         return o, state
 
@@ -183,46 +169,30 @@ def make_inputs(
     state = normal(num_sequences, value_heads, key_dim, value_dim) if initial_state else None
     k, beta, log_gate = _apply_kind(kind, k, beta, log_gate)
 
-    def cast(x: Tensor | None, to: torch.dtype) -> Tensor | None:
-        return None if x is None else x.to(device, to)
-
-    scalar_dtype = compute_dtype(q.to(dtype))
-    return ScanInputs(
-        rule=rule,
-        q=q.to(device, dtype),
-        k=k.to(device, dtype),
-        v=v.to(device, dtype),
-        beta=cast(beta, scalar_dtype) if update_rule.needs_beta else None,
-        log_gate=cast(log_gate, scalar_dtype) if update_rule.needs_gate else None,
-        initial_state=cast(state, scalar_dtype),
-        cu_seqlens=cu_seqlens,
-        qk_l2norm=qk_l2norm,
-    )
+    q, k, v = (x.to(device, dtype) for x in (q, k, v))
+    scalars = [beta if update_rule.needs_beta else None, log_gate if update_rule.needs_gate else None, state]
+    b, g, s = (None if x is None else x.to(device, compute_dtype(q)) for x in scalars)
+    return ScanInputs(rule, q, k, v, b, g, s, cu_seqlens, qk_l2norm)
 
 
 def _apply_kind(kind: str, k: Tensor, beta: Tensor, log_gate: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     unit = k / k.norm(dim=-1, keepdim=True)
-    if kind == "mixed_norms":
-        exponents = torch.linspace(-18, 18, k.shape[1], dtype=k.dtype)
-        shuffled = exponents[torch.randperm(k.shape[1], generator=torch.Generator().manual_seed(1))]
-        k = unit * 10 ** shuffled[None, :, None, None]
-    elif kind in ("huge_keys", "tiny_keys"):
-        k = unit * (1e18 if kind == "huge_keys" else 1e-18)
-    elif kind == "zero_keys":
-        k = torch.zeros_like(k)
-    elif kind == "repeated_key":
-        k = unit[:, :1].expand_as(unit).clone()
-    elif kind == "stiff":
-        k = unit * 1e2
-        beta = torch.ones_like(beta)
-    elif kind == "open_gate":
-        log_gate = torch.zeros_like(log_gate)
-    elif kind == "nearly_open_gate":
-        log_gate = torch.full_like(log_gate, -1e-8)
-    elif kind == "closed_gate":
-        log_gate = log_gate.clone()
-        log_gate[:, ::5] = -80
-    return k, beta, log_gate
+    shuffled = torch.randperm(k.shape[1], generator=torch.Generator().manual_seed(1))
+    exponents = torch.linspace(-18, 18, k.shape[1], dtype=k.dtype)[shuffled]
+    keys = {
+        "mixed_norms": unit * 10 ** exponents[None, :, None, None],
+        "huge_keys": unit * 1e18,
+        "tiny_keys": unit * 1e-18,
+        "zero_keys": torch.zeros_like(k),
+        "repeated_key": unit[:, :1].expand_as(unit).clone(),
+        "stiff": unit * 1e2,
+    }
+    gates = {
+        "open_gate": torch.zeros_like(log_gate),
+        "nearly_open_gate": torch.full_like(log_gate, -1e-8),
+        "closed_gate": log_gate.masked_fill((torch.arange(k.shape[1]) % 5 == 0)[:, None], -80),
+    }
+    return keys.get(kind, k), torch.ones_like(beta) if kind == "stiff" else beta, gates.get(kind, log_gate)
 
 
 def run(
@@ -268,7 +238,7 @@ def oracle(inputs: ScanInputs, *, gradients: bool = True) -> dict[str, Tensor]:
 
 @dataclass(frozen=True)
 class Expected:
-    """What every backend is held to on some inputs: the oracle's results, and those of an honest run in their precision."""
+    """The oracle's results for some inputs, and those of a token-by-token run in their precision."""
 
     inputs: ScanInputs
     truth: Mapping[str, Tensor]
@@ -276,7 +246,7 @@ class Expected:
 
 
 def expect(inputs: ScanInputs, *, gradients: bool = True) -> Expected:
-    """Run the oracle and the honest reference once, for :func:`assert_matches_oracle` of any number of backends."""
+    """Run the oracle and the reference once, for :func:`assert_matches_oracle` of any number of backends."""
     return Expected(inputs, oracle(inputs, gradients=gradients), run(inputs, "reference", gradients=gradients))
 
 
@@ -292,7 +262,7 @@ def assert_matches_oracle(
 
     Outputs and final state are compared three times, since a backend may take another path without autograd: in a
     differentiable call, under ``torch.no_grad`` and under ``torch.inference_mode``.
-    Given the result of :func:`expect`, nothing of the reference is computed again, and ``gradients`` is what it says there.
+    The result of :func:`expect` may be given instead of inputs; ``gradients`` is then what was given there.
     """
     expected = inputs if isinstance(inputs, Expected) else expect(inputs, gradients=gradients)
     inputs, truth = expected.inputs, expected.truth
@@ -321,18 +291,16 @@ def assert_close(
 ) -> None:
     """Each tensor's error is at most twice that of ``honest``, a plain run in the same precision, plus a rounding band.
 
-    Errors are measured against the tensor's largest entry, or, with ``per_token``, each row (last axis) against its own
-    largest entry: the sterner measure, for inputs whose tokens differ by many orders of magnitude.
-    ``precision`` is the dtype whose rounding makes the band: by default each tensor's own.
+    Errors are relative to the tensor's largest entry; with ``per_token``, those of each row (last axis) to its own largest
+    entry, for tokens of very different size. precision: the dtype whose rounding makes the band; default: each tensor's own.
     """
     problems = []
     for name, truth in expected.items():
         if actual[name].shape != truth.shape:
             problems.append(f"{name}: shape {list(actual[name].shape)}, expected {list(truth.shape)}")
-            continue
-        found = deviation(actual[name], truth, honest[name], per_token=per_token, precision=precision)
-        if not found.is_within:
-            problems.append(f"{name}: {found}")
+        else:
+            found = deviation(actual[name], truth, honest[name], per_token=per_token, precision=precision)
+            problems += [] if found.is_within else [f"{name}: {found}"]
     if problems:
         raise AssertionError("; ".join(problems))
 
@@ -406,10 +374,8 @@ def low_precision_reference(inputs: ScanInputs) -> tuple[Tensor, Tensor]:
         decay = _accumulated(log_decay[tokens]).exp()[..., None]
         erased = _round(decay * erase[tokens][..., None] * k[tokens], dtype) if rule.has_erase else None
         written = _round(write[tokens][..., None] * v[tokens], dtype)
-        if inputs.initial_state is None:
-            state = torch.zeros(v.shape[1], k.shape[2], v.shape[2], device=v.device)
-        else:
-            state = inputs.initial_state[n].float()
+        zeros = torch.zeros(v.shape[1], k.shape[2], v.shape[2], device=v.device)
+        state = zeros if inputs.initial_state is None else inputs.initial_state[n].float()
         for t in range(end - start):
             update = written[t]
             if erased is not None:

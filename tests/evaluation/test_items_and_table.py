@@ -11,7 +11,6 @@ from efla.evaluation.items import (
     Items,
     metric_items,
     paired_difference,
-    paired_mean_difference,
     resamples,
     standard_errors,
 )
@@ -115,7 +114,7 @@ def test_pairing_takes_out_what_both_models_share():
     a = generator.random(2000) < 0.5
     b = a.copy()
     b[np.flatnonzero(~a)[:40]] = True  # right on 40 more, wrong on none
-    found = paired_difference(accuracies(a), accuracies(b), times=4000)
+    found = paired_difference((accuracies(a), accuracies(b)), times=4000)
     assert found.value == pytest.approx(0.02)
     half_width = 1.96 * math.sqrt(0.02 * 0.98 / 2000)
     assert found.low == pytest.approx(0.02 - half_width, abs=1.5e-3)
@@ -130,7 +129,7 @@ def test_the_p_value_counts_both_sides(more):
     """Of 100 items on which the models differ, B is right on 60 (or 40): as the normal approximation has it."""
     a, b = np.zeros(400), np.zeros(400)
     a[:40], b[40:100] = 1, 1
-    found = paired_difference(*(accuracies(x) for x in ((a, b) if more > 0 else (b, a))))
+    found = paired_difference(tuple(accuracies(x) for x in ((a, b) if more > 0 else (b, a))))
     assert found.value == pytest.approx(more * 0.05)
     z = (20 - 0.5) / math.sqrt(400 * (0.25 - 0.05**2))  # sum and deviation of the differences, continuity corrected
     two_sided = math.erfc(z / math.sqrt(2))
@@ -142,20 +141,20 @@ def test_the_p_value_counts_both_sides(more):
 def test_equal_models_have_no_clear_difference_and_a_known_one_is_covered():
     generator = np.random.default_rng(1)
     a, b = generator.random(500) < 0.4, generator.random(500) < 0.4
-    same = paired_difference(accuracies(a), accuracies(a))
+    same = paired_difference((accuracies(a), accuracies(a)))
     assert (same.value, same.low, same.high, same.p_value) == (0, 0, 0, 1)
     # The 95 % interval of a true difference of zero holds zero about 95 times in 100.
     held = 0
     for seed in range(200):
         draw = np.random.default_rng(seed + 10)
         pair = accuracies(draw.random(200) < 0.5), accuracies(draw.random(200) < 0.5)
-        found = paired_difference(*pair, times=400, seed=seed)
+        found = paired_difference(pair, times=400, seed=seed)
         held += found.low <= 0 <= found.high
     assert 180 <= held <= 199
-    mean = paired_mean_difference([(accuracies(a), accuracies(b)), (accuracies(b), accuracies(a))], times=500)
+    mean = paired_difference((accuracies(a), accuracies(b)), (accuracies(b), accuracies(a)), times=500)
     assert mean.value == pytest.approx(0.0)
     with pytest.raises(ValueError, match="only the same items"):
-        paired_difference(accuracies(a), accuracies(b[:-1]))
+        paired_difference((accuracies(a), accuracies(b[:-1])))
 
 
 def cell(model: str, task: str, **metrics: float) -> dict:

@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Executor, Future, ProcessPoolExecutor
 from dataclasses import asdict, dataclass
+from functools import lru_cache, partial
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple, Protocol, TypeVar
@@ -96,13 +97,13 @@ def prepare(config: PrepareConfig, output: Path, *, workers: int | None = None, 
         _check_settings(output, index.settings, settings)
         return index
     settings[SOURCE_BYTES] = _source_bytes(config)
-    tokenizer = load_tokenizer(config.tokenizer)
+    tokenizer = _tokenizer(config.tokenizer)
     with lock_folder(output):
         try:
             writer = _Writer(output, tokenizer, config, settings)
             documents = _documents(config, skip=writer.documents)
             text_bytes = 0
-            for piece in _encode(documents, config.tokenizer, tokenizer, workers):
+            for piece in _encode(documents, config.tokenizer, workers):
                 writer.write(piece)
                 text_bytes += piece.bytes
                 if watch is not None:
@@ -126,7 +127,11 @@ class _Writer:
         self.shards = {part: [Shard(**shard) for shard in done[part]] for part in _PARTS}
         self.tokens = {part: sum(shard.tokens for shard in self.shards[part]) for part in _PARTS}
         self.open: dict[str, _OpenShard] = {}
-        _remove_unrecorded(folder, {shard.file for part in _PARTS for shard in self.shards[part]})
+        known = {shard.file for part in _PARTS for shard in self.shards[part]}
+        # Shards that a kill left unfinished, or renamed but not recorded, are written again.
+        for file in [*folder.glob("*.bin"), *folder.glob(f"*{_UNFINISHED}")]:
+            if file.name not in known:
+                file.unlink()
         self._record()  # before the first shard, so that a shard without a record is known to be ours
 
     @property
@@ -139,7 +144,9 @@ class _Writer:
             if self.is_full:
                 return
             end += length
-            part = "validation" if _is_held_out(self.documents, self.config.validation_share) else "train"
+            share = self.config.validation_share  # for validation is every (1 / share)-th document
+            is_held_out = math.floor((self.documents + 1) * share) > math.floor(self.documents * share)
+            part = "validation" if is_held_out else "train"
             if part not in self.open:
                 self.open[part] = _OpenShard(self.folder, part, len(self.shards[part]))
             self.open[part].append(piece.ids[end - length : end])
@@ -229,14 +236,14 @@ def _documents(config: PrepareConfig, skip: int) -> Iterator[str]:
                 yield text
 
 
-def _encode(documents: Iterable[str], name: str, tokenizer: TextTokenizer, workers: int) -> Iterator[_Piece]:
+def _encode(documents: Iterable[str], tokenizer: str, workers: int) -> Iterator[_Piece]:
     """Encoded pieces in the order of the documents."""
+    encode = partial(_encode_piece, tokenizer)
     if workers <= 1:
-        for texts in _pieces(documents):
-            yield _encode_piece(tokenizer, texts)
+        yield from map(encode, _pieces(documents))
         return
-    with ProcessPoolExecutor(workers, get_context("spawn"), initializer=_start_worker, initargs=(name,)) as pool:
-        yield from map_ahead(pool, _encode_in_worker, _pieces(documents), ahead=3 * workers)
+    with ProcessPoolExecutor(workers, get_context("spawn"), initializer=_start_worker) as pool:
+        yield from map_ahead(pool, encode, _pieces(documents), ahead=3 * workers)
 
 
 def map_ahead(pool: Executor, function: Callable[[T], R], items: Iterable[T], *, ahead: int) -> Iterator[R]:
@@ -263,7 +270,11 @@ def _pieces(documents: Iterable[str]) -> Iterator[list[str]]:
         yield texts
 
 
-def _encode_piece(tokenizer: TextTokenizer, texts: list[str]) -> _Piece:
+_tokenizer = lru_cache(1)(load_tokenizer)
+
+
+def _encode_piece(name: str, texts: list[str]) -> _Piece:
+    tokenizer = _tokenizer(name)
     encoded = tokenizer.encode(texts)
     ids = np.concatenate(encoded) if encoded else np.empty(0, token_type(tokenizer.vocab_size))
     is_bytes = tokenizer.name == "bytes"
@@ -272,23 +283,8 @@ def _encode_piece(tokenizer: TextTokenizer, texts: list[str]) -> _Piece:
     return _Piece(ids, [len(one) for one in encoded], size, dropped)
 
 
-_worker_tokenizer: TextTokenizer | None = None
-
-
-def _start_worker(name: str) -> None:
-    global _worker_tokenizer
+def _start_worker() -> None:
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    _worker_tokenizer = load_tokenizer(name)
-
-
-def _encode_in_worker(texts: list[str]) -> _Piece:
-    assert _worker_tokenizer is not None
-    return _encode_piece(_worker_tokenizer, texts)
-
-
-def _is_held_out(number: int, share: float) -> bool:
-    """Whether a document is for validation: every (1 / share)-th, by its number."""
-    return math.floor((number + 1) * share) > math.floor(number * share)
 
 
 def _read_progress(folder: Path, settings: dict[str, Any]) -> dict[str, Any]:
@@ -301,13 +297,6 @@ def _read_progress(folder: Path, settings: dict[str, Any]) -> dict[str, Any]:
     if record["documents"]:  # else nothing has been kept, and other settings are welcome
         _check_settings(folder, record["settings"], settings)
     return record
-
-
-def _remove_unrecorded(folder: Path, known: set[str]) -> None:
-    """Remove shards that a kill left unfinished, or renamed but not recorded; they are written again."""
-    for file in [*folder.glob("*.bin"), *folder.glob(f"*{_UNFINISHED}")]:
-        if file.name not in known:
-            file.unlink()
 
 
 def _check_settings(folder: Path, there: dict[str, Any], now: dict[str, Any]) -> None:

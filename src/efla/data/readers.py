@@ -84,7 +84,10 @@ def _documents(label: str, name: str, stream: IO[bytes], column: str) -> Iterato
     kind = file_kind(name)
     with decompress(name, stream) as plain:
         if kind == "text":
-            yield _decode(label, plain.read())
+            try:
+                yield plain.read().decode("utf-8-sig")
+            except UnicodeDecodeError as error:
+                raise ValueError(f"{label} is not UTF-8 (byte {error.start}); convert it first") from None
         elif kind == "lines":
             for line, row in json_lines(label, plain):
                 yield _text_of(row, column, line)
@@ -120,14 +123,4 @@ def _table(label: str, stream: IO[bytes], column: str) -> Iterator[str]:
             f"{label}: no column {column!r} (found: {', '.join(table.schema_arrow.names)}); name it with --column"
         )
     for batch in table.iter_batches(columns=[column]):
-        for value in batch.column(0):
-            text = value.as_py()
-            if text is not None:
-                yield str(text)
-
-
-def _decode(label: str, data: bytes) -> str:
-    try:
-        return data.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{label} is not UTF-8 (byte {error.start}); convert it first") from None
+        yield from (str(text) for text in batch.column(0).to_pylist() if text is not None)

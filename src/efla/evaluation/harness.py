@@ -11,12 +11,12 @@ from typing import Any, NamedTuple
 from lm_eval.evaluator import evaluate
 from lm_eval.models.huggingface import HFLM
 
-from efla.evaluation.likelihood import Request, Scores, score, shared_length
+from efla.evaluation.likelihood import Request, Scores, families_and_singles, score
 from efla.evaluation.perplexity import carried_log_likelihoods, rolling_log_likelihoods
 from efla.evaluation.responses import ResponseLog
 from efla.evaluation.tasks import silence_lm_eval
 from efla.models.tokenizer import ByteTokenizer
-from efla.runs.progress import Counter
+from efla.runs.progress import Counter, GridProgress
 from efla.runs.records import Record
 
 _AGREEMENT = 1e-3
@@ -53,7 +53,7 @@ class HarnessModel(HFLM):  # type: ignore[misc]
         self.share = share
         self.batch_tokens = batch_tokens
         self.log: ResponseLog | None = None
-        self.progress = progress
+        self.progress = progress or GridProgress(None, 1).start("")
         self.is_checked = getattr(model.config, "model_type", "") == "efla"
         self.flush_at = 64
         self._waiting: list[tuple[str, Sequence[Any], Any]] = []
@@ -73,7 +73,7 @@ class HarnessModel(HFLM):  # type: ignore[misc]
         self._is_rolling = True
         try:
             ask = self._score_windows if self.share else super().loglikelihood_rolling
-            return [float(value) for value in self._resumed("loglikelihood_rolling", requests, ask)]
+            return list(map(float, self._resumed("loglikelihood_rolling", requests, ask)))
         finally:
             self._is_rolling = False
 
@@ -125,37 +125,31 @@ class HarnessModel(HFLM):  # type: ignore[misc]
         """Options of the functions that score whole texts."""
         if self.prefix_token_id is None:
             raise ValueError("the tokenizer has neither bos nor eos; a text without context cannot be scored")
-        limits = {"max_length": self.max_length, "batch_tokens": self.batch_tokens}
-        return {"prefix_token": self.prefix_token_id, **limits}
+        names = ("max_length", "batch_tokens")
+        return {"prefix_token": self.prefix_token_id, **{name: getattr(self, name) for name in names}}
 
     def _resumed(self, kind: str, requests: list[Any], ask: Callable[[list[Any]], list[Any]]) -> list[Any]:
         """Answers from the log, and from ``ask`` for requests it does not have."""
         known = [None if self.log is None else self.log.get(kind, request.args) for request in requests]
         missing = [request for request, answer in zip(requests, known, strict=True) if answer is None]
-        if self.progress is not None:
-            self.progress.begin(len(requests))
-            self.progress.advance(len(requests) - len(missing))
+        self.progress.begin(len(requests))
+        self.progress.advance(len(requests) - len(missing))
         asked = iter(ask(missing) if missing else [])
-        self._flush()
+        self.record()
         return [next(asked) if answer is None else answer for answer in known]
 
     def add_partial(self, kind: str, arguments: Sequence[Any], answer: Any) -> None:
         """An answer of HFLM's own path; they are recorded in batches."""
         self._waiting.append((kind, arguments, answer))
         if len(self._waiting) >= self.flush_at:
-            self._flush()
+            self.record()
 
-    def _flush(self) -> None:
-        waiting, self._waiting = self._waiting, []
-        if waiting:
-            self.record(waiting)
-
-    def record(self, answers: Sequence[tuple[str, Sequence[Any], Any]]) -> None:
-        """Log and count answers: (kind, arguments, answer) each."""
-        if self.log is not None:
+    def record(self, answers: Sequence[tuple[str, Sequence[Any], Any]] = ()) -> None:
+        """Log and count answers, (kind, arguments, answer) each, after those that wait."""
+        answers, self._waiting = [*self._waiting, *answers], []
+        if answers and self.log is not None:
             self.log.add(answers)
-        if self.progress is not None:
-            self.progress.advance(len(answers))
+        self.progress.advance(len(answers))
 
 
 def sharing_agrees(model: Any, requests: Sequence[Request]) -> bool:
@@ -163,11 +157,8 @@ def sharing_agrees(model: Any, requests: Sequence[Request]) -> bool:
 
     Some architectures cannot continue several sequences from a padded prefill.
     """
-    groups: dict[Any, list[Request]] = {}
-    for request in requests:
-        groups.setdefault(request.group, []).append(request)
-    tried = [group for group in groups.values() if len(group) > 1 and shared_length(group) >= 8][:3]
-    sample = [request for group in tried for request in group]
+    families, _ = families_and_singles(requests, share=True)
+    sample = [requests[i] for family in families[:3] for i in family.members]
     try:
         shared = score(model, sample)
     except Exception as error:
@@ -187,17 +178,12 @@ def sharing_agrees(model: Any, requests: Sequence[Request]) -> bool:
 
 
 class TaskRun(NamedTuple):
-    """A task's results as the harness returns them, its log of every sample, and the items reduced from the log."""
+    """A task's results as the harness returns them, its log of every sample, and the items and metrics made from them."""
 
     results: Record
     samples: list[Record]
     items: list[Record]
-
-    @property
-    def metrics(self) -> dict[str, float]:
-        """The harness's metrics by name."""
-        (found,) = self.results["results"].values()
-        return {key.split(",")[0]: value for key, value in found.items() if isinstance(value, (int, float))}
+    metrics: dict[str, float]
 
 
 def run_task(model: HarnessModel, name: str, task: Any, limit: int | None = None) -> TaskRun:
@@ -208,7 +194,8 @@ def run_task(model: HarnessModel, name: str, task: Any, limit: int | None = None
     with silence_lm_eval():
         results = evaluate(model, tasks, limit=limit, bootstrap_iters=0, log_samples=True)
     samples = results.pop("samples")[name]
-    return TaskRun(results, samples, item_records(name, samples))
+    numbers = {k.split(",")[0]: v for k, v in results["results"][name].items() if isinstance(v, (int, float))}
+    return TaskRun(results, samples, item_records(name, samples), numbers)
 
 
 def _inf_on_overflow(aggregate: Callable[[Any], Any]) -> Callable[[Any], Any]:
@@ -251,14 +238,9 @@ def wikitext_items(model: HarnessModel, task: Any, limit: int | None = None, *, 
     """
     pages = list(task.eval_docs)[:limit]
     texts = [model.tokenizer.encode(task.doc_to_target(page), add_special_tokens=False) for page in pages]
-    progress = model.progress
-    if progress is not None:
-        progress.begin(len(pages))
+    model.progress.begin(len(pages))
     log_probs = (carried_log_likelihoods if carried else rolling_log_likelihoods)(
-        model.model,
-        texts,
-        done=None if progress is None else lambda finished: progress.advance(len(finished)),
-        **model.text_options,
+        model.model, texts, done=lambda finished: model.progress.advance(len(finished)), **model.text_options
     )
     found = []
     for i, (page, value) in enumerate(zip(pages, log_probs, strict=True)):

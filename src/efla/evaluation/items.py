@@ -16,12 +16,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from efla.evaluation.table import ACCURACIES, COLUMNS, EXTRA_COLUMNS, Column, format_number
+from efla.evaluation.table import ACCURACIES, COLUMNS, EXTRA_COLUMNS, MEAN, Column, format_number
 from efla.runs.records import Record, dumps
 from efla.runs.rows import write_atomically
 
 Array = NDArray[np.float64]
-MEAN = Column("mean", "mean of the 9", "mean", "acc")
 _OF_LOG_PROBS = {
     "perplexity": ("perplexity", None),  # LAMBADA: per passage
     "word_perplexity": ("perplexity", "words"),
@@ -97,33 +96,20 @@ class Difference:
         return self.low > 0 or self.high < 0
 
 
-def paired_difference(a: Items, b: Items, *, times: int = 10_000, seed: int = 0) -> Difference:
-    """The paired bootstrap of B - A over items."""
-    if a.kind != b.kind or len(a.values) != len(b.values):
-        raise ValueError(
-            f"only the same items can be paired: A has {len(a.values)} of kind {a.kind!r}, B {len(b.values)} of {b.kind!r}"
-        )
-    return _difference(a.metric(), b.metric(), _resampled_differences(a, b, times, seed), len(a.values))
-
-
-def paired_mean_difference(pairs: Sequence[tuple[Items, Items]], *, times: int = 10_000, seed: int = 0) -> Difference:
-    """The same for the mean of several metrics; the items of each task are drawn independently."""
-    total = np.zeros(times)
+def paired_difference(*pairs: tuple[Items, Items], times: int = 10_000, seed: int = 0) -> Difference:
+    """The paired bootstrap of B - A over items; of several metrics, of their mean, with each one's items drawn on their own."""
+    found = np.zeros(times)
     for number, (a, b) in enumerate(pairs, 1):
-        total += _resampled_differences(a, b, times, seed + 1000 * number) / len(pairs)
+        if a.kind != b.kind or len(a.values) != len(b.values):
+            raise ValueError(
+                f"only the same items can be paired: A has {len(a.values)} of kind {a.kind!r}, B {len(b.values)} of {b.kind!r}"
+            )
+        draws = resamples(len(a.values), times, seed + 1000 * number if len(pairs) > 1 else seed)
+        found += np.concatenate([b.resampled(counts) - a.resampled(counts) for counts in draws]) / len(pairs)
     mean_a, mean_b = (sum(pair[side].metric() for pair in pairs) / len(pairs) for side in (0, 1))
-    return _difference(mean_a, mean_b, total, sum(len(a.values) for a, _ in pairs))
-
-
-def _resampled_differences(a: Items, b: Items, times: int, seed: int) -> Array:
-    draws = resamples(len(a.values), times, seed)
-    return np.concatenate([b.resampled(counts) - a.resampled(counts) for counts in draws])
-
-
-def _difference(a: float, b: float, found: Array, num_items: int) -> Difference:
     low, high = np.quantile(found, [0.025, 0.975])
-    below, above = float((found <= 0).mean()), float((found >= 0).mean())
-    return Difference(a, b, float(low), float(high), min(1.0, 2 * min(below, above)), num_items)
+    p_value = min(1.0, 2 * min(float((found <= 0).mean()), float((found >= 0).mean())))
+    return Difference(mean_a, mean_b, float(low), float(high), p_value, sum(len(a.values) for a, _ in pairs))
 
 
 def _combine(kind: str, total: Any, weight: Any) -> Any:
@@ -189,11 +175,11 @@ def compare_models(
         if not {(a, column.task), (b, column.task)} <= tasks:
             continue
         pair = _paired_items(output, a, b, column)
-        found.append((column, _scaled(paired_difference(*pair, times=times), column.unit)))
+        found.append((column, _scaled(paired_difference(pair, times=times), column.unit)))
         if column.is_accuracy:
             accuracies.append(pair)
     if len(accuracies) == len(ACCURACIES):
-        found.append((MEAN, _scaled(paired_mean_difference(accuracies, times=times), MEAN.unit)))
+        found.append((MEAN, _scaled(paired_difference(*accuracies, times=times), MEAN.unit)))
     if not found:
         raise ValueError(
             f"{a!r} and {b!r} have no task of the paper in common in {output}; evaluate both on the same tasks"

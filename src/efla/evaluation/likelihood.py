@@ -80,7 +80,7 @@ def score(
     if batch_tokens < 1:
         raise ValueError(f"batch_tokens must be at least 1, got {batch_tokens}")
     runner = _Runner(model)
-    families, singles = _families(requests, share and runner.can_share)
+    families, singles = families_and_singles(requests, share and runner.can_share)
     scores: dict[int, ContinuationScore] = {}
     for finished in itertools.chain(
         _score_families(runner, requests, families, batch_tokens),
@@ -131,7 +131,7 @@ class _Runner:
         return self.model(input_ids=tokens, **options)
 
 
-def _families(requests: Sequence[Request], share: bool) -> tuple[list[_Family], list[int]]:
+def families_and_singles(requests: Sequence[Request], share: bool) -> tuple[list[_Family], list[int]]:
     """Groups with at least MIN_SHARED common tokens before the first scored one, and all other requests."""
     groups: dict[Hashable, list[int]] = {}
     singles = []
@@ -179,8 +179,7 @@ def _batches(lengths: Sequence[int], budget: int) -> list[slice]:
         assert best is not None, "a slice of one row is always allowed"
         cost.append(best[0])
         start.append(best[1])
-    cuts = []
-    end = len(lengths)
+    cuts, end = [], len(lengths)
     while end > 0:
         cuts.append(slice(start[end], end))
         end = start[end]

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 import torch
 from rich.console import Console
@@ -28,7 +28,7 @@ from efla.runs.records import Count, Record, check_fields, dumps
 from efla.runs.rows import read_rows, write_atomically
 
 if TYPE_CHECKING:
-    from efla.evaluation.harness import HarnessModel
+    from efla.evaluation.harness import TaskRun
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -173,11 +173,10 @@ class TaskEvaluation(Evaluation):
         return "  ".join(f"{name} {float(value):.4g}" for name, value in rows[-1]["metrics"].items())
 
     def run(self, loaded: Loaded, cell: str, output: Path, progress: Counter) -> list[Record] | str:
-        from efla.evaluation.harness import HarnessModel
+        from efla.evaluation.harness import HarnessModel, run_task, wikitext_items
 
         settings = self.settings
-        reason = why_not_carried(loaded.model) if cell == CARRIED else None
-        if reason is not None:
+        if cell == CARRIED and (reason := why_not_carried(loaded.model)):
             return reason
         name = "wikitext" if cell == CARRIED else cell
         task = load_task(name, settings.data, settings.limit)
@@ -190,8 +189,29 @@ class TaskEvaluation(Evaluation):
             progress=progress,
         )
         is_local = settings.data is not None and name in SOURCES
+        if cell == CARRIED:
+            total, path = SOURCES[name].num_records, "state carried"
+            items = wikitext_items(model, task, settings.limit, carried=True)
+            names = ("word_perplexity", "byte_perplexity", "bits_per_byte")
+            metrics = {metric: metric_items(items, metric).exact_metric() for metric in names}
+            errors = standard_errors(items, names)
+        else:
+            belongs_to = {"digest": loaded.digest, "task": name, "max_length": loaded.max_length, **self.protocol}
+            model.log = ResponseLog(_responses_path(output, loaded.name, name), belongs_to)
+            found = run_task(model, name, task, settings.limit)
+            total = SOURCES[name].num_records if is_local else len(task.eval_docs)
+            path, items, metrics = "shared prefill" if model.share else "plain", found.items, found.metrics
+            if name == "lambada_openai":
+                metrics["bits_per_byte"] = metric_items(items, "bits_per_byte").metric()
+            errors = standard_errors(items, [m for m in metrics if not m.endswith("_stderr") and m != "sample_len"])
+            self._write_results(output / "lm_eval" / file_name(loaded.name), name, found, errors, loaded, total)
+        write_items(items_path(output, loaded.name, cell), items)
         result = {
-            **(self._carried if cell == CARRIED else self._harness)(loaded, cell, task, model, output),
+            "metrics": {metric: metrics[metric] for metric in errors},
+            "standard_errors": errors,
+            "num_items": len(items),
+            "num_items_in_set": total,
+            "path": path,
             "data": "local files" if is_local else "Hugging Face hub",
             "task": cell,
             "max_length": loaded.max_length,
@@ -199,61 +219,22 @@ class TaskEvaluation(Evaluation):
         }
         return [result]
 
-    def _harness(self, loaded: Loaded, name: str, task: Any, model: HarnessModel, output: Path) -> Record:
-        """One task through the harness; writes its items, and its results in the harness's format."""
-        from efla.evaluation.harness import run_task
-
-        settings = self.settings
-        belongs_to = {"digest": loaded.digest, "task": name, "max_length": loaded.max_length, **self.protocol}
-        model.log = ResponseLog(_responses_path(output, loaded.name, name), belongs_to)
-        found = run_task(model, name, task, settings.limit)
-        total = SOURCES[name].num_records if settings.data and name in SOURCES else len(task.eval_docs)
-        metrics = found.metrics
-        if name == "lambada_openai":
-            metrics["bits_per_byte"] = metric_items(found.items, "bits_per_byte").metric()
-        errors = standard_errors(found.items, [m for m in metrics if not m.endswith("_stderr") and m != "sample_len"])
-        own = found.results["results"][name]
-        own |= {f"{metric}_stderr,none": error for metric, error in errors.items() if f"{metric},none" in own}
-        write_items(items_path(output, loaded.name, name), found.items)
-        folder = output / "lm_eval" / file_name(loaded.name)
-        self._merge_results(folder / "results.json", found.results, loaded, total)
-        if settings.samples:
+    def _write_results(
+        self, folder: Path, name: str, found: TaskRun, errors: dict[str, float], loaded: Loaded, total: int
+    ) -> None:
+        """Add one task to the results of the others, and write its samples, both in the harness's format."""
+        folder.mkdir(parents=True, exist_ok=True)
+        if self.settings.samples:
             lines = "".join(json.dumps(sample, default=str, ensure_ascii=False) + "\n" for sample in found.samples)
             write_atomically(folder / f"samples_{name}.jsonl", lines.encode())
-        return {
-            "metrics": {metric: metrics[metric] for metric in errors},
-            "standard_errors": errors,
-            "num_items": len(found.items),
-            "num_items_in_set": total,
-            "path": "shared prefill" if model.share else "plain",
-        }
-
-    def _carried(self, loaded: Loaded, name: str, task: Any, model: HarnessModel, output: Path) -> Record:
-        """WikiText with the state carried through each article."""
-        from efla.evaluation.harness import wikitext_items
-
-        items = wikitext_items(model, task, self.settings.limit, carried=True)
-        write_items(items_path(output, loaded.name, name), items)
-        metrics = ("word_perplexity", "byte_perplexity", "bits_per_byte")
-        return {
-            "metrics": {metric: metric_items(items, metric).exact_metric() for metric in metrics},
-            "standard_errors": standard_errors(items, metrics),
-            "num_items": len(items),
-            "num_items_in_set": SOURCES["wikitext"].num_records,
-            "path": "state carried",
-        }
-
-    def _merge_results(self, file: Path, results: Record, loaded: Loaded, total: int) -> None:
-        """Add the harness's results of one task to those of the others, in the layout of its results files."""
-        file.parent.mkdir(parents=True, exist_ok=True)
-        merged: Record = json.loads(file.read_text()) if file.exists() else {}
-        for counts in results.get("n-samples", {}).values():
+        own = found.results["results"][name]
+        own |= {f"{metric}_stderr,none": error for metric, error in errors.items() if f"{metric},none" in own}
+        for counts in found.results.get("n-samples", {}).values():
             counts["original"] = total
-        for key, value in results.items():
-            if isinstance(value, dict):
-                merged[key] = {**merged.get(key, {}), **json.loads(json.dumps(value, default=str))}
-            else:
-                merged[key] = value
+        file = folder / "results.json"
+        merged: Record = json.loads(file.read_text()) if file.exists() else {}
+        for key, value in json.loads(json.dumps(found.results, default=str)).items():
+            merged[key] = {**merged.get(key, {}), **value} if isinstance(value, dict) else value
         merged["config"] = {
             "model": loaded.name,
             "model_num_parameters": loaded.facts["parameters"],

@@ -7,21 +7,10 @@ from efla.evaluation.table import COLUMNS, EXTRA_COLUMNS, ResultTable, TableCell
 from efla.runs.chart import Chart, Figure, Point, Series
 from efla.runs.records import Record, number
 from efla.runs.sections import Section, Table, budget, settings_table
+from efla.runs.vega import STYLES
 
 _LATE = 256
 """A second chart shows the positions after this one, where the loss changes slowly."""
-_OWN = (
-    "delta",
-    "rk2",
-    "rk4",
-    "implicit_euler",
-    "crank_nicolson",
-    "efla",
-    "gated_delta",
-    "gated_efla",
-    "gated_efla_log",
-    "mamba2",
-)
 # Styles for other models, and for a second model with the same mixer.
 _OTHERS = ("implicit_euler", "rk4", "rk2", "crank_nicolson", "delta-l2", "gated-delta", "gated-exact-flow")
 
@@ -30,7 +19,7 @@ def sections(rows: Sequence[Record], source: str) -> list[Section]:
     """The table of an evaluation with the paper's numbers."""
     cells = [row for row in rows if row["row"] == "cell"]
     table = result_table(rows, "both")
-    models = list(dict.fromkeys(str(row["model"]) for row in cells))
+    tasks, sources = (sorted({str(row[key]) for row in cells}) for key in ("task", "data"))
     return [
         Section(
             key="evaluation",
@@ -41,11 +30,15 @@ def sections(rows: Sequence[Record], source: str) -> list[Section]:
                 "lm-evaluation-harness, zero-shot: perplexities (lower is better) and accuracies in percent with one standard "
                 "error over items, chance, and the paper's own numbers. The best of the evaluated models is bold."
             ),
-            tables=[_table("Zero-shot results", table), _models(cells), _path(cells)],
+            tables=[
+                Table("Zero-shot results", table.headings, [[_shown(cell) for cell in line] for line in table.lines]),
+                _models(cells),
+                _path(cells),
+            ],
             settings=settings_table(cells),
-            data=_data(cells),
+            data=[f"{', '.join(tasks)} from {' and '.join(sources)}."],
             budget=budget(cells),
-            not_concluded=_not_concluded(cells, models, table),
+            not_concluded=_not_concluded(cells, table),
         )
     ]
 
@@ -81,10 +74,6 @@ def length_sections(rows: Sequence[Record], source: str) -> list[Section]:
     ]
 
 
-def _table(title: str, table: ResultTable) -> Table:
-    return Table(title, table.headings, [[_shown(cell) for cell in line] for line in table.lines])
-
-
 def _shown(cell: TableCell) -> str:
     from markupsafe import Markup, escape
 
@@ -112,13 +101,7 @@ def _path(cells: Sequence[Record]) -> Table:
     return Table("Items and time", ["model", "task", "items", "scored", "time"], lines)
 
 
-def _data(cells: Sequence[Record]) -> list[str]:
-    sources = sorted({str(row["data"]) for row in cells})
-    tasks = sorted({str(row["task"]) for row in cells})
-    return [f"{', '.join(tasks)} from {' and '.join(sources)}."]
-
-
-def _not_concluded(cells: Sequence[Record], models: Sequence[str], table: ResultTable) -> list[str]:
+def _not_concluded(cells: Sequence[Record], table: ResultTable) -> list[str]:
     found = list(table.notes[1:])
     largest = max(int(row["parameters"]) for row in cells)
     if largest < 300e6:
@@ -127,7 +110,7 @@ def _not_concluded(cells: Sequence[Record], models: Sequence[str], table: Result
             f"Anything about the paper's numbers: the largest model here has {largest:,} parameters, the paper's 340 million "
             "and more. At such a size accuracies are at chance; the table shows that the code path works.",
         )
-    if len(models) > 1:
+    if len({row["model"] for row in cells}) > 1:
         found.append(
             "That a difference within two standard errors is one; efla eval --compare pairs the items and is sharper."
         )
@@ -144,7 +127,7 @@ def line_keys(rows: Sequence[Record]) -> dict[str, str]:
     found: dict[str, str] = {}
     for model, mixer in mixers.items():
         own = "attention" if mixer == "softmax" else mixer
-        if own in (*_OWN, "attention") and own not in found.values():
+        if own in STYLES and own not in found.values():
             found[model] = own
     free = [key for key in _OTHERS if key not in found.values()]
     for index, model in enumerate(model for model in mixers if model not in found):

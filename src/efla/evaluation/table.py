@@ -24,6 +24,10 @@ class Column:
     lower_is_better: bool = False
     is_accuracy: bool = True
 
+    @property
+    def digits(self) -> int:
+        return 1 if self.is_accuracy else 3 if "bits" in self.metric else 2
+
 
 COLUMNS = (
     Column("wikitext", "Wiki. ppl", "wikitext", "word_perplexity", 1.0, None, True, False),
@@ -41,6 +45,14 @@ COLUMNS = (
 """BoolQ's chance is its majority class. A few ARC questions have 3 or 5 choices; guessing gives 25."""
 
 ACCURACIES = tuple(column for column in COLUMNS if column.is_accuracy)
+MEAN = Column(
+    "mean",
+    "mean of the 9",
+    "mean",
+    "acc",
+    chance=sum(c.chance or 0.0 for c in ACCURACIES) / len(ACCURACIES),
+    is_accuracy=False,
+)
 
 CARRIED = "wikitext_carried"
 EXTRA_COLUMNS = (
@@ -115,9 +127,7 @@ def result_table(rows: Sequence[Record], paper: str = "340M") -> ResultTable:
 
     def line(column: Column, numbers: Mapping[str, Mapping[str, float]]) -> list[TableCell]:
         values = {m: shown_values(by_cell[m, column.task], column) for m in models if (m, column.task) in by_cell}
-        digits = 1 if column.is_accuracy else 3 if "bits" in column.metric else 2
-        known = [row.get(column.key) for row in numbers.values()]
-        return _line(column.title, column.chance, models, values, known, digits, column.lower_is_better)
+        return _line(column, models, values, [row.get(column.key) for row in numbers.values()])
 
     lines = [line(column, published) for column in COLUMNS if column.task in tasks]
     lines += _mean_lines(models, by_cell, published)
@@ -137,23 +147,20 @@ def shown_values(row: Mapping[str, Any], column: Column) -> tuple[float, float]:
 
 
 def _line(
-    title: str,
-    chance: float | None,
+    column: Column,
     models: Sequence[str],
     values: Mapping[str, tuple[float, float]],
     published: Sequence[float | None],
-    digits: int,
-    lower_is_better: bool = False,
 ) -> list[TableCell]:
     """One line of the table. values: each model's value and standard error."""
     finite = [value for value, _ in values.values() if math.isfinite(value)]
-    best = (min if lower_is_better else max)(finite) if len(set(finite)) > 1 else None
-    line = [TableCell(title), TableCell("" if chance is None else f"{chance:.1f}")]
+    best = (min if column.lower_is_better else max)(finite) if len(set(finite)) > 1 else None
+    line = [TableCell(column.title), TableCell("" if column.chance is None else f"{column.chance:.1f}")]
     for model in models:
         value, error = values.get(model, (math.nan, math.nan))
-        text = _with_error(value, error, digits) if model in values else MISSING
+        text = _with_error(value, error, column.digits) if model in values else MISSING
         line.append(TableCell(text, value == best))
-    return line + [TableCell("" if number is None else f"{number:.{digits}f}") for number in published]
+    return line + [TableCell("" if number is None else f"{number:.{column.digits}f}") for number in published]
 
 
 def _mean_lines(
@@ -170,8 +177,7 @@ def _mean_lines(
             means[model] = (mean, math.sqrt(sum(error**2 for _, error in pairs.values())) / len(pairs))
     if not means:
         return []
-    chance = sum(column.chance or 0.0 for column in ACCURACIES) / len(ACCURACIES)
-    line = _line("mean of the 9", chance, models, means, [mean_accuracy(row) for row in published.values()], 2)
+    line = _line(MEAN, models, means, [mean_accuracy(row) for row in published.values()])
     printed = [TableCell("average as printed"), *[TableCell()] * (1 + len(models))]
     printed += [TableCell(f"{row['printed']:.1f}") for row in published.values()]
     return [line, printed] if published else [line]

@@ -55,14 +55,7 @@ def load_task(name: str, data: Path | None, limit: int | None = None, *, metrics
     """
     require_lm_eval()
     with silence_lm_eval():
-        if name not in SOURCES:
-            task = _load_other(name)
-        else:
-            config = definition(name)
-            own = {metric["metric"] for metric in config["metric_list"]}
-            added = [{"metric": m, "aggregation": "mean", "higher_is_better": True} for m in metrics if m not in own]
-            config["metric_list"] = [*config["metric_list"], *added]
-            task = _build(name, config) if data is None else _build_local(name, config, data, limit)
+        task = _load_paper(name, data, limit, metrics) if name in SOURCES else _load_other(name)
         if task.get_config("num_fewshot") is None:
             task.set_config(key="num_fewshot", value=0)
         task.set_fewshot_seed(seed=1234)
@@ -78,28 +71,24 @@ def definition(name: str) -> Record:
     return dict(load_yaml(Path(lm_eval.tasks.__file__).parent / SOURCES[name].definition, resolve_func=True))
 
 
-def _build_local(name: str, config: Record, data: Path, limit: int | None) -> Any:
-    """A task whose records are read from local files, which hold only the scored split."""
-    import datasets
+def _load_paper(name: str, data: Path | None, limit: int | None, metrics: Sequence[str]) -> Any:
+    """One of the paper's tasks. Local files hold only the scored split."""
+    from datasets import Dataset
     from lm_eval.api.task import ConfigurableTask
 
-    split = SOURCES[name].split
-    table = datasets.Dataset.from_list(local_records(name, data, limit))
-    config |= {"custom_dataset": lambda **_: {split: table}, "training_split": None}
-    if split == "test":
-        config["validation_split"] = None
-    return ConfigurableTask(config=config)
-
-
-def _build(name: str, config: Record) -> Any:
-    from lm_eval.api.task import ConfigurableTask
-
-    try:
+    config, split, files = definition(name), SOURCES[name].split, " and ".join(SOURCES[name].files)
+    own = {metric["metric"] for metric in config["metric_list"]}
+    added = [{"metric": m, "aggregation": "mean", "higher_is_better": True} for m in metrics if m not in own]
+    config["metric_list"] = [*config["metric_list"], *added]
+    if data is not None:
+        table = Dataset.from_list(local_records(name, data, limit))
+        config |= {"custom_dataset": lambda **_: {split: table}, "training_split": None}
+        if split == "test":
+            config["validation_split"] = None
         return ConfigurableTask(config=config)
-    except Exception as error:  # datasets, huggingface_hub and their HTTP libraries each raise their own
-        files = " and ".join(SOURCES[name].files)
-        advice = f"Without a network, pass a folder that holds {files} with --data DIR or EFLA_DATA"
-        raise _hub_error(name, error, f" ({config['dataset_path']})", advice) from error
+    advice = f"Without a network, pass a folder that holds {files} with --data DIR or EFLA_DATA"
+    with _from_hub(name, f" ({config['dataset_path']})", advice):
+        return ConfigurableTask(config=config)
 
 
 def _load_other(name: str) -> Any:
@@ -108,20 +97,21 @@ def _load_other(name: str) -> Any:
     manager = TaskManager()
     if name not in manager.all_tasks:
         raise unknown_name("task", name, ["paper", *PAPER_TASKS]) from None
-    try:
+    with _from_hub(name, "", f"It has no local files (tasks that have: {', '.join(PAPER_TASKS)})"):
         tasks = manager.load([name])["tasks"]
-    except Exception as error:
-        advice = f"It has no local files (tasks that have: {', '.join(PAPER_TASKS)})"
-        raise _hub_error(name, error, "", advice) from error
     if len(tasks) != 1:
         raise ValueError(f"{name!r} is a group of {len(tasks)} tasks; name them one by one: {', '.join(tasks)}")
     return next(iter(tasks.values()))
 
 
-def _hub_error(name: str, error: Exception, where: str, advice: str) -> RuntimeError:
-    first_line = next(iter(str(error).strip().splitlines()), "")
-    reason = f"{type(error).__name__}: {first_line}"
-    return RuntimeError(f"task {name!r} could not be loaded from the Hugging Face hub{where}: {reason}. {advice}")
+@contextmanager
+def _from_hub(name: str, where: str, advice: str) -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:  # datasets, huggingface_hub and their HTTP libraries each raise their own
+        reason = f"{type(error).__name__}: {next(iter(str(error).strip().splitlines()), '')}"
+        message = f"task {name!r} could not be loaded from the Hugging Face hub{where}: {reason}. {advice}"
+        raise RuntimeError(message) from error
 
 
 @contextmanager

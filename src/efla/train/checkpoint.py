@@ -78,21 +78,21 @@ class Checkpoints:
                 temporary.mkdir(parents=True)
             self.engine.barrier()
             tensors = state_tensors(model, optimizer)
-            record = {**state, "step": step, "optimizer_steps": _optimizer_steps(optimizer)}
+            (steps,) = {int(optimizer.state[p]["step"]) for group in optimizer.param_groups for p in group["params"]}
+            record = {**state, "step": step, "optimizer_steps": steps}
             rank_file = temporary / f"rank-{self.engine.rank:05d}.json"
             rank_file.write_text(json.dumps(_random_state(self.engine.device)))
             writer = HuggingFaceStorageWriter(
                 path=str(temporary), save_distributed=True, fqn_to_index_mapping=_cut_into_files(tensors)
             )
             if wait:
-                _write(tensors, writer, self._group)
-                self._finish(temporary, final, record)
+                self._finish(temporary, final, record, lambda: _write(tensors, writer, self._group))
                 self.engine.barrier()
                 return
             write = _start_save(tensors, writer, self._group)
         except OSError as error:
             raise explain_write(error, self.folder) from error
-        self._writing = self._background.submit(self._finish_later, write, temporary, final, record)
+        self._writing = self._background.submit(lambda: self._finish(temporary, final, record, write))
 
     def wait(self) -> None:
         """Wait for an asynchronous save to complete; raises its error if it failed."""
@@ -128,12 +128,9 @@ class Checkpoints:
             _restore_random_state(json.loads(own.read_text()), self.engine.device)
         return state
 
-    def _finish_later(self, write: Callable[[], Any], temporary: Path, final: Path, record: Record) -> None:
-        write()
-        self._finish(temporary, final, record)
-
-    def _finish(self, temporary: Path, final: Path, record: Record) -> None:
+    def _finish(self, temporary: Path, final: Path, record: Record, write: Callable[[], Any]) -> None:
         """After every rank has written its shard, on the main rank: write the manifest, rename, remove old checkpoints."""
+        write()
         if not self.engine.is_main:
             return
         write_atomically(temporary / STATE, (json.dumps(record) + "\n").encode())
@@ -206,12 +203,6 @@ def _without_warning() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # as intended: one process
         yield
-
-
-def _optimizer_steps(optimizer: torch.optim.Optimizer) -> int:
-    steps = {int(optimizer.state[p]["step"]) for group in optimizer.param_groups for p in group["params"]}
-    assert len(steps) == 1, "every parameter is updated at every step"
-    return steps.pop()
 
 
 def _random_state(device: torch.device) -> Record:

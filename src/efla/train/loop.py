@@ -55,8 +55,7 @@ def run(config: TrainConfig, output: Path, *, console: Console | None = None) ->
             try:
                 process = Run(config, output, engine, shown, asked)
             except Stopped:
-                if shown is not None:
-                    shown.print(_farewell(asked.name, 0), highlight=False)
+                Bars(shown).line(_farewell(asked.name, 0))
                 return Outcome(0, None, 0, asked.exit_code)
             try:
                 return process.train()
@@ -218,21 +217,13 @@ class Run:
             limit=self.config.watch.validation_tokens or None,
             **self.scoring,
         )
-        self.validation = found
-        bits = found.bits_per_token
+        self.validation, bits = found, found.bits_per_token
         self._log("validation", loss=found.loss, bits_per_token=bits, perplexity=found.perplexity, tokens=found.tokens)
         self.bars.line(f"step {self.step:,}: validation loss {found.loss:.4f}, {bits:.4f} bits per {self.unit}")
 
     def _sample(self) -> None:
-        watch = self.config.watch
-        text = sample(
-            self.model,
-            self.tokenizer,
-            watch.sample_prompt,
-            watch.sample_tokens,
-            engine=self.engine,
-            precision=self.config.optimizer.precision,
-        )
+        watch, options = self.config.watch, {name: self.scoring[name] for name in ("engine", "precision")}
+        text = sample(self.model, self.tokenizer, watch.sample_prompt, watch.sample_tokens, **options)
         if text is not None:
             self._log("sample", prompt=watch.sample_prompt, text=text)
             self.bars.line(textwrap.fill(f"step {self.step:,}: {watch.sample_prompt}{text}", 80))
@@ -245,8 +236,7 @@ class Run:
         self.saved_at = self.step
 
     def _resume(self) -> None:
-        newest = self.checkpoints.latest()
-        if newest is None:
+        if (newest := self.checkpoints.latest()) is None:
             return
         state = self.checkpoints.load(newest, self.model, self.optimizer)
         check_resumable(state["fixed"], self.config, newest)
@@ -263,8 +253,7 @@ class Run:
         if source_kind(options.data) == "text":
             folder = self.output / DATA
             if self.engine.is_main:
-                if self.console is not None:
-                    self.console.print(f"preparing {options.data} into {folder}", highlight=False)
+                Bars(self.console).line(f"preparing {options.data} into {folder}")
                 text = PrepareConfig(sources=(options.data,), tokenizer=options.tokenizer, column=options.column)
                 try:
                     prepare_source(text, folder, max_tokens=self.config.total_tokens, watch=self._stop_on_signal)
