@@ -1,4 +1,4 @@
-"""Input factories, the float64 oracle and error budgets: what a backend is held to, here and in your own tests.
+"""Input factories, the float64 oracle and error budgets: what every backend must satisfy, here and in your own tests.
 
     inputs = efla.testing.make_inputs("gated_efla", length=100, kind="mixed_norms")
     efla.testing.assert_matches_oracle(inputs, backend="my-backend")
@@ -337,7 +337,7 @@ def _error(value: Tensor, truth: Tensor, per_token: bool) -> float:
         return 0.0
     difference, size = (value.double() - truth).abs(), truth.abs()
     scale = size.amax(-1, keepdim=True) if per_token else size.max()
-    # What lies below the precision's smallest number counts as zero, and zero has no scale of its own.
+    # Values below the precision's smallest normal number count as zero, which gives no scale.
     representable = scale >= torch.finfo(value.dtype).tiny
     return float((difference / torch.where(representable, scale, torch.ones_like(scale))).max())
 

@@ -170,8 +170,7 @@ def test_a_finished_evaluation_is_not_run_again(evaluated, folders, monkeypatch)
     def refuse(*args: Any, **kwargs: Any) -> None:
         raise AssertionError("nothing is left to evaluate")
 
-    monkeypatch.setattr(TaskEvaluation, "_harness", refuse)
-    monkeypatch.setattr(TaskEvaluation, "_carried", refuse)
+    monkeypatch.setattr("efla.evaluation.run.load_task", refuse)
     evaluate(models_of(folders, "efla", "llama"), EvaluationSettings(data=folders / "data"), evaluated, quiet_console())
     assert (evaluated / "rows.jsonl").read_bytes() == before
 

@@ -1,11 +1,12 @@
 """The scan compared with transformers' functions, causal softmax attention and the machine's sgemm.
 
 Useful work is 6 K V flops per token and head in the forward pass (recall, write, read) and 24 K V with the backward pass,
-whatever an implementation actually does.
+for every implementation.
 """
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -105,11 +106,11 @@ def decode(threads: int, rounds: int) -> Iterator[list[Measurement]]:
         for batch in DECODE_BATCHES:
             size = Size(batch, 1, 8, width)
             repeats = 64 if batch <= 16 else 16
-            calls = {
+            calls: dict[str, Callable[[], object]] = {
                 "native": attention_call(size, "gated_delta", work="decoding"),
                 "native efla": attention_call(size, "efla", work="decoding"),
                 "transformers": transformers_call(size, "decoding"),
-                "one pass over the state": state_pass_call(size),
+                "one pass over the state": partial(torch.ones(batch, 8, width, width).mul_, 0.999),
             }
             yield compare(
                 f"decode {size}",
@@ -120,12 +121,7 @@ def decode(threads: int, rounds: int) -> Iterator[list[Measurement]]:
             )
 
 
-SUITES: dict[str, Suite] = {
-    "headline": headline,
-    "rules": rules,
-    "lengths": lengths,
-    "decode": decode,
-}
+SUITES: dict[str, Suite] = {"headline": headline, "rules": rules, "lengths": lengths, "decode": decode}
 
 
 class Inputs(NamedTuple):
@@ -147,20 +143,12 @@ def inputs(
     """Arguments of one call with the statistics of a trained layer: keys of unit norm, gates near one."""
     generator = torch.Generator().manual_seed(0)
     shape = (size.batch, size.length, size.heads, size.width)
-
-    def normal() -> Tensor:
-        return torch.randn(shape, generator=generator)
-
-    q, k, v = normal(), torch.nn.functional.normalize(normal(), dim=-1), normal()
+    q, k, v = (torch.randn(shape, generator=generator) for _ in range(3))
     beta, log_gate = (torch.rand(shape[:3], generator=generator) for _ in range(2))
     update_rule = efla.rules.get(rule)
-    made = Inputs(
-        q.to(device, dtype),
-        k.to(device, dtype),
-        v.to(device, dtype),
-        beta.to(device) if update_rule.needs_beta else None,
-        (-0.1 * log_gate).to(device) if update_rule.needs_gate else None,
-    )
+    q, k, v = (x.to(device, dtype) for x in (q, torch.nn.functional.normalize(k, dim=-1), v))
+    b = beta.to(device) if update_rule.needs_beta else None
+    made = Inputs(q, k, v, b, (-0.1 * log_gate).to(device) if update_rule.needs_gate else None)
     for x in made.present():
         x.requires_grad_(grad)
     return made
@@ -216,14 +204,8 @@ def contender_calls(size: Size, work: Work) -> dict[str, Callable[[], object]]:
 
 
 def softmax_call(size: Size) -> Callable[[], object]:
-    tensors = inputs(size, "linear")
-    q, k, v = (x.transpose(1, 2).contiguous() for x in (tensors.q, tensors.k, tensors.v))
+    q, k, v = (x.transpose(1, 2).contiguous() for x in inputs(size, "linear").present())
     return lambda: torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-
-
-def state_pass_call(size: Size) -> Callable[[], object]:
-    state = torch.ones(size.batch, size.heads, size.width, size.width)
-    return lambda: state.mul_(0.999)
 
 
 def _with_gradients(forward: Callable[[], Any], leaves: Sequence[Tensor]) -> Callable[[], object]:

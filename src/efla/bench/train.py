@@ -84,9 +84,8 @@ def surroundings(threads: int, rounds: int) -> Iterator[list[Measurement]]:
             Contender("with clipping and AdamW", _repeat(_step_call(stepped, rows))),
             Contender("the whole loop", _loop_call(config, Path(folder))),
         ]
-        measured = compare(
-            f"{LOOP_STEPS} training steps, {ROWS} rows of {LENGTH} bytes", contenders, threads=threads, rounds=rounds
-        )
+        work = f"{LOOP_STEPS} training steps, {ROWS} rows of {LENGTH} bytes"
+        measured = compare(work, contenders, threads=threads, rounds=rounds)
     _, stepping, whole = measured
     print(f"share of the loop outside forward, backward and optimizer: {1 - stepping.median / whole.median:.1%}")
     yield measured
@@ -108,9 +107,8 @@ def preparing(threads: int, rounds: int) -> Iterator[list[Measurement]]:
         def call() -> object:
             return prepare(PrepareConfig(sources=(str(source),)), Path(folder) / str(next(runs)))
 
-        measured = compare(
-            f"prepare {size / 1e6:.1f} MB of text as bytes", [Contender("prepare", call)], threads=1, rounds=rounds
-        )
+        work = f"prepare {size / 1e6:.1f} MB of text as bytes"
+        measured = compare(work, [Contender("prepare", call)], threads=1, rounds=rounds)
     print(f"prepare: {size / 1e6 / measured[0].median:,.1f} MB/s in one process")
     yield measured
 

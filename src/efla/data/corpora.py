@@ -105,11 +105,11 @@ def _python_docs() -> Corpus:
     text = b"".join(b"\0" + topics[key].replace("\0", "").encode() for key in sorted(topics))
     data = np.frombuffer(text, dtype=np.uint8)
     held_out = len(data) // 20
-    first, second = len(data) - 2 * held_out, len(data) - held_out
-    return Corpus("python-docs", data[:first], data[first:second], data[second:], "pydoc_data.topics")
+    train, validation, test = np.split(data, [len(data) - 2 * held_out, len(data) - held_out])
+    return Corpus("python-docs", train, validation, test, "pydoc_data.topics")
 
 
-def _novels(file: Path) -> tuple[Bytes, Bytes, Bytes]:
+def _novels(file: Path) -> list[Bytes]:
     """98 books sorted by file name: no byte-order marks, lines end with LF, byte 0 before each book."""
     with tarfile.open(file) as archive:
         books = {}
@@ -129,22 +129,18 @@ def _novels(file: Path) -> tuple[Bytes, Bytes, Bytes]:
             raise ValueError(
                 f"{file}: the {part} books have {found} bytes, expected {_NOVELS_SIZES[part]}; this is not the corpus"
             )
-    joined = {
-        part: np.frombuffer(b"".join(b"\0" + text for text in texts), dtype=np.uint8) for part, texts in parts.items()
-    }
-    return joined["train"], joined["validation"], joined["test"]
+    return [np.frombuffer(b"".join(b"\0" + text for text in texts), dtype=np.uint8) for texts in parts.values()]
 
 
-def _cut(sizes: tuple[int, int, int], file: Path) -> tuple[Bytes, Bytes, Bytes]:
+def _cut(sizes: tuple[int, int, int], file: Path) -> list[Bytes]:
     data = read_unpacked(file)
     if len(data) != sum(sizes):
         raise ValueError(f"{file} has {len(data)} bytes of text, expected {sum(sizes)}; this is not the corpus")
-    array = np.frombuffer(data, dtype=np.uint8)
-    first, second = sizes[0], sizes[0] + sizes[1]
-    return array[:first], array[first:second], array[second:]
+    return np.split(np.frombuffer(data, dtype=np.uint8), [sizes[0], sizes[0] + sizes[1]])
 
 
-_FILES: dict[str, tuple[str, Callable[[Path], tuple[Bytes, Bytes, Bytes]]]] = {
+# Corpus -> its file, and how to read the parts train, validation and test from it.
+_FILES: dict[str, tuple[str, Callable[[Path], list[Bytes]]]] = {
     "shakespeare": ("tinyshakespeare_input.txt", partial(_cut, (1_003_854, 55_770, 55_770))),
     "novels": ("english_novels_98.tar.xz", _novels),
     "enwik8": ("enwik8.xz", partial(_cut, (90_000_000, 5_000_000, 5_000_000))),

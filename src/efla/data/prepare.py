@@ -294,7 +294,7 @@ def _read_progress(folder: Path, settings: dict[str, Any]) -> dict[str, Any]:
             raise ValueError(f"{folder} holds shards but neither {INDEX} nor {PROGRESS}; choose another --output")
         return {"documents": 0, "dropped": 0, **{part: [] for part in _PARTS}}
     record: dict[str, Any] = json.loads(file.read_text())
-    if record["documents"]:  # else nothing has been kept, and other settings are welcome
+    if record["documents"]:  # else nothing has been kept, and the settings may change
         _check_settings(folder, record["settings"], settings)
     return record
 

@@ -50,14 +50,7 @@ def open_data(data: str, *, root: str | None = None, folder: Path | None = None,
     """The tokens of a corpus, whose file is in ``root``, or of a prepared ``folder`` (default: ``data`` itself)."""
     if source_kind(data) == "corpus":
         corpus = corpora.load(data, root)
-        return TextData(
-            name=data,
-            train=corpus.stream("train"),
-            validation=corpus.stream("validation"),
-            tokenizer="bytes",
-            vocab_size=corpora.VOCABULARY,
-            bos_token=corpora.BOS_TOKEN,
-            digest=corpus.digest,
-        )
+        train, validation = corpus.stream("train"), corpus.stream("validation")
+        return TextData(data, train, validation, "bytes", corpora.VOCABULARY, corpora.BOS_TOKEN, corpus.digest)
     index, train, validation = open_shards(folder or Path(data), verify=verify)
     return TextData(data, train, validation, index.tokenizer, index.vocab_size, index.bos_token, index.digest)

@@ -111,14 +111,8 @@ class MistralTokenizer:
                 # All runs of spaces have the same score; SentencePiece extends the leftmost run first.
                 if left in ids and right in ids:
                     merges.append((score, -cut if is_run else 0, ids[left], ids[right], (left, right)))
-        bpe = models.BPE(
-            vocab=ids,
-            merges=[pair for *_, pair in sorted(merges)],
-            unk_token="<unk>",
-            fuse_unk=True,
-            byte_fallback=True,
-        )
-        inner = Tokenizer(bpe)
+        ordered = [pair for *_, pair in sorted(merges)]
+        inner = Tokenizer(models.BPE(vocab=ids, merges=ordered, unk_token="<unk>", fuse_unk=True, byte_fallback=True))
         inner.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
         inner.decoder = decoders.Sequence(
             [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
@@ -127,9 +121,8 @@ class MistralTokenizer:
             single="<s> $A", pair="<s> $A <s> $B", special_tokens=[("<s>", self.bos_token)]
         )
         inner.add_special_tokens([AddedToken(token, normalized=False) for token in ("<unk>", "<s>", "</s>")])
-        PreTrainedTokenizerFast(
-            tokenizer_object=inner, bos_token="<s>", eos_token="</s>", unk_token="<unk>"
-        ).save_pretrained(folder)
+        special = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
+        PreTrainedTokenizerFast(tokenizer_object=inner, **special).save_pretrained(folder)
 
 
 class TransformersTokenizer:
@@ -152,12 +145,9 @@ class TransformersTokenizer:
                 f"cannot load the tokenizer {name!r}: {error}. Expected bytes, mistral, a folder or tokenizer.json, "
                 "or a name on the Hugging Face hub"
             ) from error
-        bos_token = self.inner.bos_token_id if self.inner.bos_token_id is not None else self.inner.eos_token_id
-        if bos_token is None:
-            vocabulary = self.inner.get_vocab()
-            bos_token = next(
-                (vocabulary[t] for t in ("<s>", "<bos>", "<|endoftext|>", "</s>") if t in vocabulary), None
-            )
+        known = map(self.inner.get_vocab().get, ("<s>", "<bos>", "<|endoftext|>", "</s>"))
+        candidates = (self.inner.bos_token_id, self.inner.eos_token_id, *known)
+        bos_token = next((token for token in candidates if token is not None), None)
         if bos_token is None:
             raise ValueError(
                 f"the tokenizer {name!r} has neither a bos nor an eos token to start documents with; add one to it"

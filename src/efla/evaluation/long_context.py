@@ -39,7 +39,7 @@ class LengthSettings:
     lengths: tuple[Count, ...] = (256, 512, 1024, 2048)
     """--length: lengths of the recall sequences."""
     recall_steps: Annotated[int, Minimum(0)] = 0
-    """--length: first train a copy of each model on recall for so many steps. With 0, expect chance from models that were
+    """--length: first train a copy of each model on recall for this many steps. With 0, expect chance from models that were
     trained on text alone."""
     seed: int = 0
     """--length: seed of the recall sequences and of training on them."""

@@ -59,7 +59,7 @@ def length_sections(rows: Sequence[Record], source: str) -> list[Section]:
             key="length",
             title="Language models: long contexts",
             source=source,
-            question="What do these models make of long contexts?",
+            question="How well do these models use long contexts?",
             intro=(
                 "Bits per byte against the position in a text, the state carried from its first token, and recall of key-value "
                 "pairs (MQAR)" + (f", after {steps} steps of training on recall." if steps else ".")
@@ -112,7 +112,7 @@ def _not_concluded(cells: Sequence[Record], table: ResultTable) -> list[str]:
         )
     if len({row["model"] for row in cells}) > 1:
         found.append(
-            "That a difference within two standard errors is one; efla eval --compare pairs the items and is sharper."
+            "That a difference within two standard errors is real; efla eval --compare pairs the items and detects smaller ones."
         )
     done = {str(row["task"]) for row in cells}
     left = [column.title for column in (*COLUMNS, *EXTRA_COLUMNS) if column.task not in done]

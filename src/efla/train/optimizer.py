@@ -68,7 +68,7 @@ class WarmupCosine:
     def __post_init__(self) -> None:
         if self.steps < 1 or not 0 <= self.warmup_steps <= self.steps:
             raise ValueError(
-                f"warmup_steps must lie between 0 and steps, and steps be at least 1; got {self.warmup_steps} of {self.steps}"
+                f"warmup_steps must be between 0 and steps, and steps at least 1; got {self.warmup_steps} of {self.steps}"
             )
         if not (min(self.start, self.final) >= 0 and max(self.start, self.final) <= self.peak):
             raise ValueError(

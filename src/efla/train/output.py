@@ -37,21 +37,19 @@ METRICS = "metrics.jsonl"
 def open_output(path: Path, config: TrainConfig) -> Iterator[None]:
     """Lock a new folder, or one of a run with the same config, while the context lasts."""
     with lock_folder(path):
-        if (path / CONFIG).exists():
+        file = path / CONFIG
+        if file.exists():
             try:
-                there = json.loads((path / CONFIG).read_text())["fixed"]
+                there = json.loads(file.read_text())["fixed"]
             except (ValueError, KeyError) as error:
-                raise ValueError(
-                    f"{path / CONFIG} is not the config of a training run ({error}); choose another --output"
-                ) from error
+                message = f"{file} is not the config of a training run ({error}); choose another --output"
+                raise ValueError(message) from error
             check_resumable(there, config, path)
+        elif others := sorted(file.name for file in path.iterdir() if file.name != LOCK):
+            raise ValueError(
+                f"{path} holds {', '.join(others[:3])} but no {CONFIG} of a run; nothing was changed. Choose another --output"
+            )
         else:
-            others = sorted(file.name for file in path.iterdir() if file.name != LOCK)
-            if others:
-                raise ValueError(
-                    f"{path} holds {', '.join(others[:3])} but no {CONFIG} of a run; nothing was changed. "
-                    "Choose another --output"
-                )
             record = {
                 "format": FORMAT,
                 "config": config.record(),

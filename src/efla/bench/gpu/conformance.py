@@ -45,9 +45,7 @@ def find_device() -> str | None:
     """The device type of the GPU, "cpu" in Triton's interpreter, or ``None`` without either."""
     if interpreted():
         return "cpu"
-    if torch.cuda.is_available():
-        return "cuda"
-    return "xpu" if torch.xpu.is_available() else None
+    return "cuda" if torch.cuda.is_available() else "xpu" if torch.xpu.is_available() else None
 
 
 def check_case(
