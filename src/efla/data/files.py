@@ -9,7 +9,8 @@ import os
 import tarfile
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from importlib import import_module
 from pathlib import Path
 from typing import IO, Any, cast
 
@@ -102,11 +103,7 @@ def file_damage(file: Path, size: int, sha256: str | None) -> str | None:
 
 
 def _zstd() -> Any:
-    try:
-        from compression import zstd  # Python 3.14
-    except ImportError:
-        try:
-            from backports import zstd
-        except ImportError:
-            raise RuntimeError("reading .zst needs backports.zstd: pip install 'efla[train]'") from None
-    return zstd
+    for name in ("compression.zstd", "backports.zstd"):  # the first comes with Python 3.14
+        with suppress(ImportError):
+            return import_module(name)
+    raise RuntimeError("reading .zst needs backports.zstd: pip install 'efla[train]'")
