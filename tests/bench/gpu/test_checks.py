@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,7 +12,7 @@ from rich.console import Console
 
 from efla import testing
 from efla.bench.gpu import conformance, run_module, throughput
-from efla.bench.gpu.compile import CompiledKernel, Resources, parse_amdgcn, parse_cuobjdump, requests
+from efla.bench.gpu.compile import CompiledKernel, _Recorder, parse_amdgcn, parse_cuobjdump, requests
 from efla.bench.gpu.target import TARGETS, get_target
 from efla.bench.gpu.traffic import Traffic, total_bytes
 from efla.cli import gpu_check, main
@@ -49,9 +51,36 @@ def test_resources_are_read_from_both_vendors_listings():
 
 def test_what_does_not_fit_is_said():
     amd = get_target("gfx942")
-    assert Resources(warps=4, stages=2, shared=65536, registers=512, spilled=0).excess(amd) is None
-    assert "shared memory 65,540 > 65,536" in Resources(4, 2, 65540, 100, 0).excess(amd)
-    assert "registers 130,560 > 65,536" in Resources(16, 2, 0, 255, 0).excess(TARGETS["sm_90"])
+    assert replace(KERNEL, warps=4, shared=65536, registers=512).excess(amd) is None
+    assert "shared memory 65,540 > 65,536" in replace(KERNEL, shared=65540).excess(amd)
+    assert "registers 130,560 > 65,536" in replace(KERNEL, warps=16, shared=0, registers=255).excess(TARGETS["sm_90"])
+
+
+def test_a_compiled_kernel_is_printed_once_and_a_compiler_error_is_a_result(capsys):
+    recorder = _Recorder(get_target("gfx942"), 64, "bfloat16")
+    recorder.operation, recorder.launch = "chunk_delta_rule", 3
+    kernel = SimpleNamespace(
+        asm={"amdgcn": ".vgpr_count: 373\n.vgpr_spill_count: 3\n"},
+        metadata=SimpleNamespace(num_warps=4, num_stages=2, shared=70000),
+    )
+
+    def fail():
+        raise RuntimeError("no such intrinsic")
+
+    assert not recorder.compile(fail, lambda: kernel, "BV 64") and not recorder.compile(fail, lambda: kernel, "again")
+    assert not recorder.compile(fail, fail, "BV 32")
+    big, broken = (json.loads(line) for line in capsys.readouterr().out.splitlines())
+    assert big.pop("seconds") >= 0 and broken.pop("seconds") >= 0
+    known = {"launch": 3, "target": "gfx942", "width": 64, "dtype": "bfloat16", "operation": "chunk_delta_rule"}
+    used = {"warps": 4, "stages": 2, "shared": 70000, "registers": 373, "spilled": 12}
+    known["kernel"] = "fail"
+    assert big == {**known, "config": "BV 64", **used, "problem": "shared memory 70,000 > 65,536 bytes"}
+    assert broken == {
+        **known,
+        "config": "BV 32",
+        **dict.fromkeys(used, 0),
+        "problem": "RuntimeError: no such intrinsic",
+    }
 
 
 def test_a_kernel_that_fits_in_another_configuration_is_fine(capsys):

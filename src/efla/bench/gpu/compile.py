@@ -17,9 +17,9 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -32,7 +32,8 @@ from efla.scans.request import ScanRequest
 class CompiledKernel:
     """One kernel in one configuration: the resources it uses, or ``problem``, why it cannot run on the target.
 
-    Kernels with the same ``launch`` number are alternative configurations.
+    Kernels with the same ``launch`` number are alternative configurations. shared: bytes per thread block; registers, and
+    spilled bytes of registers: per thread.
     """
 
     launch: int
@@ -42,13 +43,20 @@ class CompiledKernel:
     operation: str
     kernel: str
     config: str
-    warps: int
-    stages: int
-    shared: int
-    registers: int
-    spilled: int
-    seconds: float
-    problem: str | None
+    warps: int = 0
+    stages: int = 0
+    shared: int = 0
+    registers: int = 0
+    spilled: int = 0
+    seconds: float = 0.0
+    problem: str | None = None
+
+    def excess(self, target: Target) -> str | None:
+        """Why the kernel cannot be launched on the target, or ``None``."""
+        if self.shared > target.shared_bytes:
+            return f"shared memory {self.shared:,} > {target.shared_bytes:,} bytes"
+        needed = self.registers * self.warps * target.warp_size
+        return f"registers {needed:,} > {target.registers:,} per block" if needed > target.registers else None
 
 
 def compile_kernels(
@@ -70,35 +78,6 @@ def compile_kernels(
         }
         for done in as_completed(running):
             yield *running[done], [CompiledKernel(**row) for row in done.result()]
-
-
-class Resources(NamedTuple):
-    """Shared bytes per thread block; registers and bytes of spilled registers per thread."""
-
-    warps: int
-    stages: int
-    shared: int
-    registers: int
-    spilled: int
-
-    def excess(self, target: Target) -> str | None:
-        """Why the kernel cannot be launched on the target, or ``None``."""
-        if self.shared > target.shared_bytes:
-            return f"shared memory {self.shared:,} > {target.shared_bytes:,} bytes"
-        needed = self.registers * self.warps * target.warp_size
-        if needed > target.registers:
-            return f"registers {needed:,} > {target.registers:,} per block"
-        return None
-
-
-def read_resources(kernel: Any, target: Target) -> Resources:
-    """Read the resources of a compiled Triton kernel from its machine code."""
-    metadata = kernel.metadata
-    if target.backend == "hip":
-        registers, spilled = parse_amdgcn(kernel.asm["amdgcn"])
-    else:
-        registers, spilled = parse_cuobjdump(_cuobjdump(kernel.asm["cubin"]))
-    return Resources(metadata.num_warps, metadata.num_stages, metadata.shared, registers, spilled)
 
 
 def parse_cuobjdump(text: str) -> tuple[int, int]:
@@ -183,30 +162,24 @@ class _Recorder:
     def compile(self, function: Any, compile_one: Callable[[], Any], config: str) -> bool:
         """Compile one configuration; returns whether it fits the target."""
         start = time.perf_counter()
-        problem, kernel = None, None
-        resources = Resources(0, 0, 0, 0, 0)
+        what = (self.launch, self.target.name, self.width, self.dtype, self.operation, function.__name__, config)
+        found, kernel = CompiledKernel(*what), None
         try:
             kernel = compile_one()
             if id(kernel) in self.seen:
                 return self.seen[id(kernel)]
-            resources = read_resources(kernel, self.target)
-            problem = resources.excess(self.target)
+            if self.target.backend == "hip":
+                registers, spilled = parse_amdgcn(kernel.asm["amdgcn"])
+            else:
+                registers, spilled = parse_cuobjdump(_cuobjdump(kernel.asm["cubin"]))
+            used = kernel.metadata
+            found = CompiledKernel(*what, used.num_warps, used.num_stages, used.shared, registers, spilled)
+            problem = found.excess(self.target)
         except Exception as error:
             # A compiler error is a result too; the other kernels are still compiled.
             problem = f"{type(error).__name__}: {str(error).strip()[:300]}"
-        compiled = CompiledKernel(
-            launch=self.launch,
-            target=self.target.name,
-            width=self.width,
-            dtype=self.dtype,
-            operation=self.operation,
-            kernel=function.__name__,
-            config=config,
-            **resources._asdict(),
-            seconds=round(time.perf_counter() - start, 2),
-            problem=problem,
-        )
-        print(json.dumps(asdict(compiled)), flush=True)
+        found = replace(found, seconds=round(time.perf_counter() - start, 2), problem=problem)
+        print(json.dumps(asdict(found)), flush=True)
         if kernel is not None:
             self.seen[id(kernel)] = problem is None  # Triton's cache keeps the kernel alive, so its id stays unique
         return problem is None

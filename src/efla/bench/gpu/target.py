@@ -6,6 +6,7 @@ The driver changes Triton and torch for the rest of the process, so it is only u
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -57,26 +58,15 @@ def install_driver(target: Target) -> None:
 
     triton_target = GPUTarget(target.backend, target.triton_arch, target.warp_size)
 
-    class Utilities:
-        def get_device_properties(self, device: int) -> dict[str, int]:
-            return {"max_shared_mem": target.shared_bytes, "multiprocessor_count": 100, "warpSize": target.warp_size}
-
-    class Driver:
-        utils = Utilities()
-
-        def get_current_target(self) -> Any:
-            return triton_target
-
-        def get_current_device(self) -> int:
-            return 0
-
-        def get_current_stream(self, device: int | None = None) -> int:
-            return 0
-
-        def get_active_torch_device(self) -> torch.device:
-            return torch.device("cpu")
-
-    driver.set_active(Driver())
+    properties = {"max_shared_mem": target.shared_bytes, "multiprocessor_count": 100, "warpSize": target.warp_size}
+    described = SimpleNamespace(
+        utils=SimpleNamespace(get_device_properties=lambda device: properties),
+        get_current_target=lambda: triton_target,
+        get_current_device=lambda: 0,
+        get_current_stream=lambda device=None: 0,
+        get_active_torch_device=lambda: torch.device("cpu"),
+    )
+    driver.set_active(described)
     torch.cuda.get_device_capability = lambda device=None: target.capability  # type: ignore[assignment]
     torch.cuda.get_device_name = lambda device=None: target.example
     torch.cuda.device_count = lambda: 1
