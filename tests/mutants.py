@@ -189,6 +189,7 @@ def run(target: str, options: argparse.Namespace) -> int:
         print(f"nothing is known of {target!r}; give one of {', '.join(TARGETS)} or a file below them", file=sys.stderr)
         return 2
     mutants = list(write_mutants(target))
+    sys.modules["vl_convert"] = None  # type: ignore[assignment]  # its threads are gone after a fork, and drawing would hang
     import_from_copy()
     set_mutant_under_test("stats")
     coverage = Coverage()
