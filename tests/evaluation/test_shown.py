@@ -79,7 +79,7 @@ TABLE = """\
 | LMB. bits/byte |  | **1.550 ± 0.010** | 1.660 ± 0.010 |  |  |
 | gsm8k exact_match |  | 0.25 ± 0.01 | – |  |  |
 
-± is one standard error over the items of a set; it does not include the spread over seeds.
+± is one standard error over the items of a set, not over seeds.
 Only the first items were scored of: wikitext.
 The paper's models were trained on 8B (340M) and 50B (1.3B) tokens of SlimPajama: compare sizes and data before numbers. \
 The mean is recomputed; DeltaNet 340M is printed as 42.2 but its row's mean is 43.11."""  # noqa: RUF001

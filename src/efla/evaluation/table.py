@@ -193,7 +193,7 @@ def _published(paper: str) -> dict[str, dict[str, float]]:
 
 
 def _notes(cells: Sequence[Record], published: Mapping[str, object]) -> list[str]:
-    notes = ["± is one standard error over the items of a set; it does not include the spread over seeds."]
+    notes = ["± is one standard error over the items of a set, not over seeds."]
     partial = sorted({str(row["task"]) for row in cells if row["num_items"] < row["num_items_in_set"]})
     if partial:
         notes.append(f"Only the first items were scored of: {', '.join(partial)}.")
