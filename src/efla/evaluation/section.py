@@ -5,9 +5,9 @@ from collections.abc import Sequence
 
 from efla.evaluation.table import COLUMNS, EXTRA_COLUMNS, ResultTable, TableCell, result_table
 from efla.runs.chart import Chart, Figure, Point, Series
+from efla.runs.names import LOOKS
 from efla.runs.records import Record, number
 from efla.runs.sections import Section, Table, budget, settings_table
-from efla.runs.vega import STYLES
 
 _LATE = 256
 """A second chart shows the positions after this one, where the loss changes slowly."""
@@ -127,7 +127,7 @@ def line_keys(rows: Sequence[Record]) -> dict[str, str]:
     found: dict[str, str] = {}
     for model, mixer in mixers.items():
         own = "attention" if mixer == "softmax" else mixer
-        if own in STYLES and own not in found.values():
+        if own in LOOKS and own not in found.values():
             found[model] = own
     free = [key for key in _OTHERS if key not in found.values()]
     for index, model in enumerate(model for model in mixers if model not in found):
