@@ -3,6 +3,7 @@
 
 #include <atomic>
 #include <stdexcept>
+#include <utility>
 #include <vector>
 
 #include "runtime.h"
@@ -110,6 +111,11 @@ void run_mixer_step(const MixerStep& p, int threads) {
     kernels.mixer_step(*static_cast<const MixerStep*>(problem), i);
   };
   run(&p, body, p.batch * p.key_heads, double(p.batch) * p.value_heads * p.K * p.V, threads);
+  if (!p.D) return;
+  NormProblem norm;  // over all heads of a token
+  norm.dtype = p.dtype, norm.rows = p.batch, norm.width = int(p.value_heads * p.V), norm.factor = 1.0 / norm.width;
+  norm.eps = p.eps, norm.x = p.y, norm.weight = p.norm_weight, norm.y = p.y;
+  run_norm_forward(norm, threads);
 }
 
 void run_products(const ProductsProblem& p, int threads) {
@@ -126,6 +132,56 @@ void run_products(const ProductsProblem& p, int threads) {
     columns += p.columns[part];
   }
   run(&p, body, p.rows ? blocks : 0, double(columns) * double(p.width), threads);
+}
+
+void run_block_step(const BlockStep& p, int threads) {
+  MixerStep m = p.mixer;
+  const int64_t size = m.dtype == Dtype::float64 ? 8 : m.dtype == Dtype::float32 ? 4 : 2;
+  const int64_t keys = m.key_heads * m.K, values = m.value_heads * m.V;
+  const int64_t columns[6] = {keys, keys, values, m.value_heads, m.value_heads, values};
+  static thread_local std::vector<char> scratch;
+  const auto padded = [&](int64_t count) { return (m.batch * count * size + 63) / 64 * 64; };
+  int64_t bytes = 2 * padded(p.width) + padded(values) + padded(p.inner) + 64;
+  for (int64_t count : columns) bytes += padded(count);
+  if (int64_t(scratch.size()) < bytes) scratch.resize(size_t(bytes));
+  char* free = scratch.data() + (64 - reinterpret_cast<uintptr_t>(scratch.data()) % 64);
+  const auto take = [&](int64_t count) { return std::exchange(free, free + padded(count)); };
+  void *normed = take(p.width), *mixed = take(values), *inner = take(p.inner);
+  void* hidden = p.inner ? take(p.width) : p.y;
+
+  NormProblem norm;
+  norm.dtype = m.dtype, norm.rows = m.batch, norm.width = int(p.width), norm.factor = 1.0 / double(p.width);
+  norm.eps = p.eps, norm.x = p.x, norm.weight = p.norm_weight, norm.y = normed;
+  run_norm_forward(norm, threads);
+
+  ProductsProblem in;
+  in.dtype = m.dtype, in.rows = m.batch, in.width = p.width, in.x = normed;
+  Strided* const targets[6] = {&m.q, &m.k, &m.v, &m.b, &m.a, &m.g};
+  for (int i = 0; i < 6; ++i) {
+    if (!p.projections[i]) continue;
+    *targets[i] = {take(columns[i]), columns[i], columns[i], 1};
+    in.weight[in.count] = p.projections[i], in.columns[in.count] = columns[i], in.y[in.count++] = targets[i]->data;
+  }
+  run_products(in, threads);
+  m.y = mixed;
+  run_mixer_step(m, threads);
+
+  const auto add_product = [&](const void* x, int64_t width, const void* weight, const void* residual, void* y) {
+    ProductsProblem out;
+    out.dtype = m.dtype, out.rows = m.batch, out.width = width, out.x = x, out.residual = residual;
+    out.count = 1, out.weight[0] = weight, out.columns[0] = p.width, out.y[0] = y;
+    run_products(out, threads);
+  };
+  add_product(mixed, values, p.o_weight, p.x, hidden);
+  if (!p.inner) return;
+  norm.eps = p.mlp_eps, norm.x = hidden, norm.weight = p.mlp_norm_weight;
+  run_norm_forward(norm, threads);
+  ProductsProblem gated;
+  gated.dtype = m.dtype, gated.rows = m.batch, gated.width = p.width, gated.x = normed, gated.gated = true;
+  gated.count = 2, gated.weight[0] = p.gate_weight, gated.weight[1] = p.up_weight;
+  gated.columns[0] = gated.columns[1] = p.inner, gated.y[0] = inner;
+  run_products(gated, threads);
+  add_product(inner, p.inner, p.down_weight, hidden, p.y);
 }
 
 void run_conv_forward(ConvProblem p, int threads) {

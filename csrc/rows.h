@@ -56,8 +56,9 @@ struct GateProblem {
   void* dup = nullptr;
 };
 
-// Products of a few rows with several weights: y_i = x W_i^T, or y_0 = silu(x W_0^T) * (x W_1^T) if gated. All dense; weights
-// have the element type. A result does not depend on the number of rows, so a sequence decodes alike in every batch.
+// Products of a few rows with several weights: y_i = x W_i^T, or y_0 = silu(x W_0^T) * (x W_1^T) if gated, or with a residual
+// y_0 = residual + x W_0^T. All dense; weights have the element type. A result does not depend on the number of rows, so a
+// sequence decodes alike in every batch.
 struct ProductsProblem {
   static constexpr int kMaxWeights = 8;
   Dtype dtype = Dtype::float32;
@@ -68,10 +69,11 @@ struct ProductsProblem {
   const void* weight[kMaxWeights] = {};  // [columns, width]
   void* y[kMaxWeights] = {};             // [rows, columns]
   int64_t columns[kMaxWeights] = {};
+  const void* residual = nullptr;  // [rows, columns], or null; may not overlap y
 };
 
-// One decoded token of a linear-attention layer; see kernels/mixer_step.cpp. Inputs [B, 1, columns] have contiguous columns
-// and `batch` strides; parameters and states are dense. All but the memory have the element type.
+// One decoded token of a linear-attention or Mamba-2 layer; see kernels/mixer_step.cpp. Inputs [B, 1, columns] have contiguous
+// columns and `batch` strides; parameters and states are dense. All but the memory have the element type.
 struct MixerStep {
   Dtype dtype = Dtype::float32;
   Rule rule = Rule::raw;
@@ -79,16 +81,34 @@ struct MixerStep {
   double scale = 1, beta_factor = 1, eps = 0;
   int64_t batch = 0, key_heads = 0, value_heads = 0;
   int K = 0, V = 0;
-  int conv_width = 0;         // 0: no convolution
-  int64_t conv_channels = 0;  // 2 Hk K + Hv V
+  int conv_width = 0;                                   // 0: no convolution
+  int64_t conv_channels = 0;                            // 2 Hk K + Hv V
+  int64_t q_channel = 0, k_channel = 0, v_channel = 0;  // where each begins in conv_state
   Strided q, k, v;
   Strided b, a, g;  // of beta, the forget gate and the output gate; each may be null
   const void *q_weight = nullptr, *k_weight = nullptr, *v_weight = nullptr;  // [C, W]
+  const void *q_bias = nullptr, *k_bias = nullptr, *v_bias = nullptr;        // [C], or null
   void* conv_state = nullptr;                                                // [B, conv_channels, W - 1], updated
   void* memory = nullptr;                                                    // [B, Hv, K, V], updated
   const void *A_log = nullptr, *dt_bias = nullptr;  // [Hv]; null: the gate is logsigmoid(a) / 16
-  const void* norm_weight = nullptr;                // [V]
+  const void* D = nullptr;                          // [Hv]; not null: a Mamba-2 layer, in float32 or float64
+  const void* norm_weight = nullptr;                // [V], Mamba-2: [Hv V]
   void* y = nullptr;                                // [B, 1, Hv V]
+};
+
+// One decoded token of a block: hidden = x + Wo mixer(norm(x)), y = hidden + Wd (silu(Wg n) * (Wu n)) with n = norm(hidden).
+// Without an MLP (inner = 0), y = hidden. All dense; weights have the element type, norm weights the compute type.
+struct BlockStep {
+  MixerStep mixer;  // without the inputs q ... g and the output y, which are scratch memory here
+  int64_t width = 0, inner = 0;
+  double eps = 0, mlp_eps = 0;
+  const void* x = nullptr;                                        // [B, width]
+  const void *norm_weight = nullptr, *mlp_norm_weight = nullptr;  // [width]
+  const void* projections[6] = {};                                // of q, k, v, b, a, g: [columns, width], or null
+  const void* o_weight = nullptr;                                 // [width, Hv V]
+  const void *gate_weight = nullptr, *up_weight = nullptr;        // [inner, width]
+  const void* down_weight = nullptr;                              // [width, inner]
+  void* y = nullptr;                                              // [B, width]
 };
 
 constexpr int kMaxConvWidth = 16;
@@ -104,6 +124,7 @@ void run_gate_forward(const GateProblem& p, int threads);
 void run_gate_backward(const GateProblem& p, int threads);
 void run_mixer_step(const MixerStep& p, int threads);
 void run_products(const ProductsProblem& p, int threads);
+void run_block_step(const BlockStep& p, int threads);
 
 // Number of partial sums of the weights' gradients. Depends on the shape only.
 int64_t norm_parts(int64_t rows);

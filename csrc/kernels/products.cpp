@@ -2,6 +2,7 @@
 //
 // A tile is a few columns (rows of the weight) times up to four rows of x, with one vector accumulator each. Every result is
 // one chain of multiply-adds over the width and one sum over lanes, whatever the tile, so it does not depend on the batch.
+// The next tile is prefetched in the order of its memory: as many streams as columns would defeat the hardware's prefetcher.
 #include <algorithm>
 #include <type_traits>
 #include <vector>
@@ -22,11 +23,13 @@ EFLA_INLINE void dot_tile(const Compute<E>* x, const E* w, int64_t width, Comput
   Vec<T> sums[columns][rows];
   EFLA_UNROLL_FOR (int j = 0; j < columns; ++j)
     EFLA_UNROLL_FOR (int r = 0; r < rows; ++r) sums[j][r] = Vec<T>{};
+  constexpr int step = columns * kLanes<T> * int(sizeof(E)), line = 64;
   const auto accumulate = [&](auto fetch, auto multiply, int64_t c) __attribute__((always_inline)) {
+    const char* next = reinterpret_cast<const char*>(w + columns * (width + c));  // may lie behind the weight
+    EFLA_UNROLL_FOR (int i = 0; i < step; i += line) __builtin_prefetch(next + i, 0, 2);
     Vec<T> a[rows];
     EFLA_UNROLL_FOR (int r = 0; r < rows; ++r) a[r] = fetch(x + r * width + c);
     EFLA_UNROLL_FOR (int j = 0; j < columns; ++j) {
-      __builtin_prefetch(w + (j + columns) * width + c);  // of the next tile, which may lie behind the weight
       const Vec<T> b = fetch(w + j * width + c);
       EFLA_UNROLL_FOR (int r = 0; r < rows; ++r) sums[j][r] += multiply(a[r], b);
     }
@@ -42,6 +45,7 @@ EFLA_INLINE void dot_tile(const Compute<E>* x, const E* w, int64_t width, Comput
     EFLA_UNROLL_FOR (int r = 0; r < rows; ++r) dots[j][r] = sum<T>(sums[j][r]);
 }
 
+template <class E> EFLA_INLINE Compute<E> get(const E* y) { return load_some(y, 1)[0]; }
 template <class E> EFLA_INLINE void put(E* y, Compute<E> value) { store_some(y, splat<Compute<E>>(value), 1); }
 
 template <class E, int columns, int rows>
@@ -60,6 +64,13 @@ EFLA_INLINE void tile(const ProductsProblem& p, const Compute<E>* x, int part, i
   }
   for (int j = 0; j < columns; ++j)
     for (int r = 0; r < rows; ++r) put(y + r * p.columns[part] + j, dots[j][r]);
+  if (!p.residual) return;
+  const E* residual = static_cast<const E*>(p.residual) + (y - static_cast<E*>(p.y[part]));
+  for (int j = 0; j < columns; ++j)
+    for (int r = 0; r < rows; ++r) {
+      const int64_t at = r * p.columns[part] + j;
+      put(y + at, get(residual + at) + get(y + at));
+    }
 }
 
 template <class E, int columns>

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from efla import rules
-from efla.layers import LinearAttention
+from efla.layers import LinearAttention, Mamba2
 from efla.layers.attention import MixerState
 from efla.native import kernels
 from efla.testing import assert_close
@@ -41,7 +41,7 @@ def make(**options: Any) -> tuple[LinearAttention, Tensor]:
 
 
 @torch.no_grad()
-def decode(layer: LinearAttention, x: Tensor, *, in_place: bool) -> dict[str, Tensor]:
+def decode(layer: LinearAttention | Mamba2, x: Tensor, *, in_place: bool) -> dict[str, Tensor]:
     """Outputs of single tokens after the first five, and the state after them."""
     _, state = layer(x[:, :5], output_state=True)
     outputs = []
@@ -55,12 +55,18 @@ def decode(layer: LinearAttention, x: Tensor, *, in_place: bool) -> dict[str, Te
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """One entry for each call of the kernel."""
+    """The name of the kernel for each call that it took."""
     from efla.scans.backends import native
 
     made: list[str] = []
-    run = native.mixer_step
-    monkeypatch.setattr(native, "mixer_step", lambda *arguments: (made.append("step"), run(*arguments))[1])
+    run = native.step_in_place
+
+    def step(kernel: str, *arguments: Any) -> bool:
+        done = run(kernel, *arguments)
+        made.extend([kernel] * done)
+        return done
+
+    monkeypatch.setattr(native, "step_in_place", step)
     return made
 
 
@@ -76,6 +82,34 @@ def test_a_token_in_place_is_a_token(options: dict[str, Any], dtype: torch.dtype
     assert not calls
     assert_close(decode(layer, x, in_place=True), expected, plain)
     assert len(calls) == 4
+
+
+@pytest.mark.parametrize("num_groups", [1, 2])
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.float64, torch.bfloat16], ids=["float32", "float64", "bfloat16"]
+)
+def test_a_mamba2_token_in_place_is_a_token(dtype: torch.dtype, num_groups: int, calls: list[str]) -> None:
+    torch.manual_seed(0)
+    layer = Mamba2(32, head_dim=12, expand=3, state_size=10, num_groups=num_groups).eval()
+    with torch.no_grad():
+        for parameter in layer.parameters():
+            parameter.add_(torch.randn_like(parameter) / 4)
+    layer, x = layer.to(dtype), torch.randn(2, 9, 32).to(dtype)
+    expected = decode(copy.deepcopy(layer).double(), x.double(), in_place=False)
+    plain = decode(layer, x, in_place=False)
+    assert not calls
+    assert_close(decode(layer, x, in_place=True), expected, plain)
+    assert calls == ["mamba2_step"] * (0 if dtype == torch.bfloat16 else 4)
+
+
+@pytest.mark.parametrize("part", ["norm", "conv"])
+def test_hooks_inside_mamba2_are_not_bypassed(part: str, calls: list[str]) -> None:
+    torch.manual_seed(0)
+    layer, x = Mamba2(32, head_dim=16, state_size=8), torch.randn(2, 9, 32)
+    seen: list[int] = []
+    layer.get_submodule(part).register_forward_hook(lambda *_: seen.append(1))
+    decode(layer, x, in_place=True)
+    assert len(seen) == 5 and not calls
 
 
 def test_the_state_is_overwritten_only_where_that_was_asked_for(calls: list[str]) -> None:

@@ -137,6 +137,30 @@ def mixer_step(s: Sizes, width: int = 4) -> tuple:
     return q, k, v, b, a, g, *weights, conv_state, memory, *parameters, torch.empty_like(v), *settings
 
 
+def block_step(s: Sizes, width: int = 6, inner: int = 5) -> tuple:
+    _, _, v, _, _, _, *rest = mixer_step(s)
+    tensors, settings = rest[:8], rest[9:-1]
+    heads, keys, values = s.key_heads * s.group, s.key_heads * s.key_dim, v.shape[2]
+    x, gain, mlp_gain = torch.randn(s.batch, 1, width).to(s.dtype), *torch.randn(2, width, dtype=s.wide)
+    maps = [torch.randn(n, width).to(s.dtype) for n in (keys, keys, values, heads, heads, values)]
+    out, gate, up, down = (
+        torch.randn(n).to(s.dtype) for n in ((width, values), (inner, width), (inner, width), (width, inner))
+    )
+    y = torch.empty_like(x)
+    return x, gain, *maps, out, mlp_gain, gate, up, down, *tensors, y, *settings, 1e-6, 1e-6, 1
+
+
+def mamba2_step(s: Sizes, width: int = 4) -> tuple:
+    dtype, heads = s.wide, s.key_heads * s.group
+    keys, values = s.key_heads * s.key_dim, heads * s.value_dim
+    channels = values + 2 * keys
+    projected = torch.randn(s.batch, 1, values + channels + heads, dtype=dtype)
+    conv = torch.randn(channels, 1, width, dtype=dtype), torch.randn(channels, dtype=dtype)
+    states = torch.randn(s.batch, channels, width - 1, dtype=dtype), mixer_step(s)[10].to(dtype)
+    parameters = [torch.randn(n, dtype=dtype) for n in (heads, heads, heads, values)]
+    return projected, *conv, *states, *parameters, projected.new_empty(s.batch, 1, values), 1e-6, 1
+
+
 def products(s: Sizes) -> tuple:
     columns = s.value_dim, s.key_heads, 3
     x, weights = torch.randn(s.batch, s.key_dim).to(s.dtype), [torch.randn(n, s.key_dim).to(s.dtype) for n in columns]
@@ -147,7 +171,7 @@ KERNELS = {
     f.__name__: f
     for f in (
         norm_forward, norm_backward, conv_forward, conv_backward, gate_forward, gate_backward, forward, backward,
-        mixer_step, products,
+        mixer_step, mamba2_step, block_step, products,
     )
 }  # fmt: skip
 Place = tuple[int, ...]

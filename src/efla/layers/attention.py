@@ -5,7 +5,7 @@ Shapes: B batch, T tokens, Hk and H key and value heads, K and V widths per head
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Literal, NamedTuple, cast
+from typing import Any, Literal, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +14,7 @@ from torch.nn import functional
 import efla.scans.api as scans
 from efla import rules
 from efla.errors import unknown_name
-from efla.layers.blocks import RMSNorm, apply_linear, apply_linears, has_hooks
+from efla.layers.blocks import RMSNorm, apply_linear, apply_linears, is_plain
 from efla.layers.short_conv import SequenceNeighbours, ShortConvolution
 from efla.native import rows
 from efla.scans.backends import native
@@ -34,6 +34,21 @@ class MixerState(NamedTuple):
 
     def num_bytes(self) -> int:
         return sum(x.numel() * x.element_size() for x in self if x is not None)
+
+
+class DecodingStep(NamedTuple):
+    """Arguments of the decoding kernels.
+
+    tensors: the convolutions of q, k, v, their state, the memory, A_log, dt_bias, the weight of the output norm.
+    settings: the rule's number, which of q and k are normalised, the scale, beta's factor, the norm's eps.
+    """
+
+    tensors: tuple[Tensor | None, ...]
+    settings: tuple[Any, ...]
+
+    @property
+    def states(self) -> tuple[Tensor | None, ...]:
+        return self.tensors[3:5]
 
 
 Projected = tuple[Tensor | None, ...]
@@ -114,9 +129,9 @@ class LinearAttention(nn.Module):
                 conv.reset_parameters(conv_init)
         self.b_proj = nn.Linear(hidden_size, num_heads, bias=False) if self.rule.needs_beta else None
         self.a_proj = nn.Linear(hidden_size, num_heads, bias=False) if self.rule.needs_gate else None
-        if self.rule.needs_gate and gate == "mamba":
-            self.A_log = nn.Parameter(draw_log_rate(num_heads))
-            self.dt_bias = nn.Parameter(draw_dt_bias(num_heads))
+        has_rate = self.rule.needs_gate and gate == "mamba"
+        self.A_log = nn.Parameter(draw_log_rate(num_heads)) if has_rate else None
+        self.dt_bias = nn.Parameter(draw_dt_bias(num_heads)) if has_rate else None
         has_output_gate = self.rule.needs_gate if output_gate is None else output_gate
         self.g_proj = nn.Linear(hidden_size, value_size, bias=False) if has_output_gate else None
         self.o_norm = RMSNorm(self.value_head_dim, eps)
@@ -124,7 +139,7 @@ class LinearAttention(nn.Module):
 
     def initial_values(self) -> dict[str, Tensor]:
         """New random values of the gate's parameters."""
-        if not hasattr(self, "A_log"):
+        if self.A_log is None:
             return {}
         device = self.A_log.device
         return {
@@ -161,7 +176,11 @@ class LinearAttention(nn.Module):
 
     def project(self, x: Tensor) -> Projected:
         """The input maps of q, k, v, beta, the gate and the output gate; ``None`` for those that the layer has not."""
-        return apply_linears(x, (self.q_proj, self.k_proj, self.v_proj, self.b_proj, self.a_proj, self.g_proj))
+        return apply_linears(x, self.projections())
+
+    def projections(self) -> tuple[nn.Module | None, ...]:
+        """The modules behind :meth:`project`."""
+        return self.q_proj, self.k_proj, self.v_proj, self.b_proj, self.a_proj, self.g_proj
 
     def advance(self, projected: Projected, mask: Tensor | None, state: MixerState | None) -> MixerState:
         """The state after tokens that :meth:`forward` recorded, by the same kernels; may overwrite ``state``."""
@@ -214,43 +233,43 @@ class LinearAttention(nn.Module):
     def _decode(self, projected: Projected, state: MixerState | None) -> Tensor | None:
         """o of one token after ``state``, which is updated in place, with one kernel between the products.
 
-        ``None`` where the kernel does not apply: with gradients or autocast, on other devices, or if a module between the
-        products was replaced or has hooks.
+        ``None`` where the kernel does not apply.
         """
         x = cast(Tensor, projected[0])
+        step = None if x.shape[1] != 1 else self.decoding_step(x, state)
+        if step is None:
+            return None
+        o = torch.empty((*x.shape[:2], self.num_heads * self.value_head_dim), dtype=x.dtype)
+        inputs = (None if p is None else p.to(x.dtype) for p in projected)
+        return o if native.step_in_place("mixer_step", step.states, *inputs, *step.tensors, o, *step.settings) else None
+
+    def decoding_step(self, x: Tensor, state: MixerState | None) -> DecodingStep | None:
+        """What the decoding kernels take beside x [B, 1, D] and the products' weights.
+
+        ``None`` where they do not apply: with gradients or autocast, on other devices, or if a module between the products was
+        replaced or has hooks.
+        """
         convs = (self.q_conv, self.k_conv, self.v_conv)
-        weights = [None if conv is None else conv.weight for conv in convs]
-        gate = [getattr(self, "A_log", None), getattr(self, "dt_bias", None)]
+        rule = native.rule_code(self.rule)
         if (
             state is None
+            or rule is None
             or torch.is_grad_enabled()
             or torch.is_autocast_enabled("cpu")
             or self.backend not in ("auto", "native")
-            or not native.fuses(self.rule)
             or max(self.head_dim, self.value_head_dim) > native.MAX_WIDTH
             or (self.sequence is not None and self.sequence.active)
-            or not rows.kernels_take(x, state.memory, state.conv)
-            or x.shape[1] != 1
-            or type(self.o_norm) is not RMSNorm
-            or has_hooks(self.o_norm)
-            or any(conv is not None and (type(conv) is not ShortConvolution or has_hooks(conv)) for conv in convs)
+            or not is_plain(self.o_norm, RMSNorm)
+            or any(conv is not None and not is_plain(conv, ShortConvolution) for conv in convs)
         ):
             return None
+        weights = (None if conv is None else conv.weight for conv in convs)
         conv_state = None if self.q_conv is None else state.conv
-        tensors = (*weights, conv_state, *gate, self.o_norm.weight)
-        if (
-            any(tensor is not None and tensor.dtype != x.dtype for tensor in tensors)
-            or state.memory.dtype != rows.wider(x)
-            or not (state.memory.is_contiguous() and (conv_state is None or conv_state.is_contiguous()))
-        ):
+        tensors = (*weights, conv_state, state.memory, self.A_log, self.dt_bias, self.o_norm.weight)
+        if not rows.kernels_take(x, *tensors):
             return None
-        o = torch.empty((*x.shape[:2], self.num_heads * self.value_head_dim), dtype=x.dtype)
-        native.mixer_step(
-            *(None if p is None else p.to(x.dtype) for p in projected), *weights, conv_state, state.memory, *gate,
-            self.o_norm.weight, o, self.rule, self._normalised, self.head_dim**-0.5,
-            2.0 if self.allow_neg_eigval else 1.0, self.o_norm.eps,
-        )  # fmt: skip
-        return o
+        factor = 2.0 if self.allow_neg_eigval else 1.0
+        return DecodingStep(tensors, (rule, self._normalised, self.head_dim**-0.5, factor, self.o_norm.eps))
 
     def _queries_keys_values(
         self,
@@ -295,7 +314,7 @@ class LinearAttention(nn.Module):
             if self.allow_neg_eigval:
                 beta = beta * 2
         if raw_gate is not None:
-            if self.gate == "mamba":
+            if self.A_log is not None and self.dt_bias is not None:
                 log_gate = mamba_log_gate(raw_gate, self.A_log, self.dt_bias)
             else:
                 log_gate = functional.logsigmoid(raw_gate.to(wide)) / 16

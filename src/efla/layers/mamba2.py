@@ -12,8 +12,10 @@ from torch.nn import functional
 
 import efla.scans.api as scans
 from efla.layers.attention import MixerState, Projected, draw_dt_bias, draw_log_rate
-from efla.layers.blocks import RMSNorm, apply_linear
+from efla.layers.blocks import RMSNorm, apply_linear, is_plain
 from efla.layers.short_conv import SequenceNeighbours, ShortConvolution
+from efla.native import rows
+from efla.scans.backends import native
 
 
 class Mamba2(nn.Module):
@@ -87,6 +89,7 @@ class Mamba2(nn.Module):
         cu_seqlens: Tensor | None = None,
         state: MixerState | None = None,
         output_state: bool = False,
+        inplace_state: bool = False,
         record: Callable[[Projected], None] | None = None,
     ) -> tuple[Tensor, MixerState | None]:
         """Mix the tokens of x and, if asked, return the state after them; arguments as in ``LinearAttention``."""
@@ -96,13 +99,13 @@ class Mamba2(nn.Module):
         projected = apply_linear(x, self.in_proj)
         if record is not None:
             record((projected,))
-        y, new_state = self._mix(projected, mask, cu_seqlens, state, output_state)
+        y, new_state = self._mix(projected, mask, cu_seqlens, state, output_state, inplace_state)
         out = apply_linear(y.to(x.dtype), self.out_proj)
         return out.view(shape), new_state
 
     def advance(self, projected: Projected, mask: Tensor | None, state: MixerState | None) -> MixerState:
-        """The state after tokens that :meth:`forward` recorded, by the same kernels."""
-        _, new_state = self._mix(cast(Tensor, projected[0]), mask, None, state, True)
+        """The state after tokens that :meth:`forward` recorded, by the same kernels; may overwrite ``state``."""
+        _, new_state = self._mix(cast(Tensor, projected[0]), mask, None, state, True, inplace_state=state is not None)
         return cast(MixerState, new_state)
 
     def _mix(
@@ -112,8 +115,13 @@ class Mamba2(nn.Module):
         cu_seqlens: Tensor | None,
         state: MixerState | None,
         output_state: bool,
+        inplace_state: bool,
     ) -> tuple[Tensor, MixerState | None]:
         """Everything between the products: [B, T, H P], and the state after the tokens."""
+        if inplace_state and output_state and mask is None and cu_seqlens is None:
+            decoded = self._decode(projected, state)
+            if decoded is not None:
+                return decoded, state
         z, xbc, dt_raw = projected.split(
             [self.inner_size, self.inner_size + 2 * self.group_width, self.num_heads], dim=-1
         )
@@ -145,7 +153,32 @@ class Mamba2(nn.Module):
             cu_seqlens=cu_seqlens,
             chunk_size=self.chunk_size,
             backend=self.backend,
+            **({"inplace_state": True} if inplace_state else {}),
         )
         y = y.to(wide) + self.D.to(wide)[:, None] * value
         y = self.norm(y.flatten(2) * functional.silu(z.to(wide)))
-        return y, MixerState(conv_state, cast(Tensor, memory)) if output_state else None
+        if conv_state is None or memory is None:
+            return y, None
+        return y, MixerState(conv_state.contiguous(), memory)  # as the decoding kernel takes it
+
+    def _decode(self, projected: Tensor, state: MixerState | None) -> Tensor | None:
+        """:meth:`_mix` of one token after ``state``, updated in place, in one kernel; ``None`` where that does not apply."""
+        if (
+            state is None
+            or projected.shape[1] != 1
+            or torch.is_grad_enabled()
+            or torch.is_autocast_enabled("cpu")
+            or self.backend not in ("auto", "native")
+            or max(self.head_dim, self.state_size) > native.MAX_WIDTH
+            or (self.sequence is not None and self.sequence.active)
+            or not is_plain(self.norm, RMSNorm)
+            or not is_plain(self.conv, ShortConvolution)
+        ):
+            return None
+        states = state.conv, state.memory
+        parameters = self.conv.weight, self.conv.bias, *states, self.A_log, self.dt_bias, self.D, self.norm.weight
+        if not rows.kernels_take(projected, *parameters):
+            return None
+        y = torch.empty((*projected.shape[:2], self.inner_size), dtype=projected.dtype)
+        done = native.step_in_place("mamba2_step", states, projected, *parameters, y, self.norm.eps)
+        return y if done else None

@@ -22,13 +22,15 @@ from transformers.utils.generic import can_return_tuple
 from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
 from efla.layers import LinearAttention, Mamba2, RMSNorm, ShortConvolution, SoftmaxAttention, SwiGLU
-from efla.layers.blocks import apply_linear
+from efla.layers.blocks import apply_linear, is_plain, plain_weights
 from efla.layers.softmax_attention import eager_attention
 from efla.models import cache as caches
 from efla.models import register_when_loaded
 from efla.models.configuration_efla import EflaConfig
 from efla.models.inputs import check_token_ids, find_packing, local_padding_mask, positions_of_packed
 from efla.models.saving import CheckpointMixin
+from efla.native import rows
+from efla.scans.backends import native
 
 IGNORED = -100
 """The label of tokens that are not predicted."""
@@ -101,6 +103,10 @@ class EflaBlock(GradientCheckpointingLayer):  # type: ignore[misc]
         past_key_values: Cache | None = None,
         **kwargs: Any,
     ) -> Tensor:
+        if hidden.shape[1] == 1 and mask is None and cu_seqlens is None and past_key_values is not None:
+            stepped = self._step(hidden, past_key_values)
+            if stepped is not None:
+                return stepped
         x = self.mixer_norm(hidden).to(self.mixer_norm.weight.dtype)
         if isinstance(self.mixer, SoftmaxAttention):
             update = None if past_key_values is None else partial(past_key_values.update, layer_idx=self.layer_idx)
@@ -123,6 +129,36 @@ class EflaBlock(GradientCheckpointingLayer):  # type: ignore[misc]
             hidden = hidden + self.mlp(self.mlp_norm(hidden).to(self.mlp_norm.weight.dtype))
         return hidden
 
+    def _step(self, hidden: Tensor, cache: Cache) -> Tensor | None:
+        """The output for one token, [B, 1, d], with one kernel call for the whole block; the state is updated in place.
+
+        ``None`` where the kernel does not apply: with another mixer, gradients or a log of the last tokens, or if a module has
+        hooks, an adapter or another class. It reads the parameters at each call, so it sees them as they are.
+        """
+        mixer, mlp = cast(Any, self.mixer), getattr(self, "mlp", None)
+        norms = self.mixer_norm, None if mlp is None else self.mlp_norm
+        if (
+            not is_plain(mixer, LinearAttention)
+            or (mlp is not None and not is_plain(mlp, SwiGLU))
+            or any(norm is not None and not is_plain(norm, RMSNorm) for norm in norms)
+            or hidden.shape[0] > rows.MAX_PRODUCT_ROWS
+            or caches.recording_layer(cache, self.layer_idx, mixer) is not None
+        ):
+            return None
+        step = mixer.decoding_step(hidden, caches.read_state(cache, self.layer_idx, hidden.shape[0]))
+        maps = (*mixer.projections(), mixer.o_proj)
+        weights = plain_weights(maps if mlp is None else (*maps, mlp.gate_proj, mlp.up_proj, mlp.down_proj))
+        if step is None or weights is None:
+            return None
+        gains = [None if norm is None else rows.gain(norm.weight, hidden) for norm in norms]
+        mlp_weights = weights[7:] or [None] * 3
+        y = torch.empty_like(hidden)
+        done = native.step_in_place(
+            "block_step", step.states, hidden, gains[0], *weights[:7], gains[1], *mlp_weights, *step.tensors, y,
+            *step.settings, *(0.0 if norm is None else norm.eps for norm in norms),
+        )  # fmt: skip
+        return y if done else None
+
     def _mix(
         self,
         x: Tensor,
@@ -134,7 +170,7 @@ class EflaBlock(GradientCheckpointingLayer):  # type: ignore[misc]
         """Run a recurrent mixer on x [B, T, d], from the state in the cache and back into it."""
         state = caches.read_state(cache, self.layer_idx, x.shape[0])
         options: dict[str, Any] = {} if log is None else {"record": partial(log.record, mask, state)}
-        if isinstance(self.mixer, LinearAttention) and state is not None:
+        if state is not None:
             options["inplace_state"] = True
         y, state = self.mixer(
             x, mask=mask, cu_seqlens=cu_seqlens, state=state, output_state=cache is not None, **options

@@ -309,7 +309,7 @@ def _log_gate(g: Graph, x: str, layer: LinearAttention) -> str:
     if layer.a_proj is None:
         return ""
     raw = g.linear(x, layer.a_proj, exact=True)
-    if layer.gate == "mamba":
+    if layer.A_log is not None and layer.dt_bias is not None:
         return _decay_of(g, _softplus_with_bias(g, raw, layer.dt_bias), layer.A_log)
     return g.add("Mul", g.add("Softplus", g.add("Neg", raw)), g.constant(-1 / 16))
 

@@ -21,7 +21,7 @@ from efla.phi import forward_mode
 
 _SMALL = 8192  # with fewer elements, torch's own operations are as fast
 _MAX_CONV_WIDTH = 16
-_MAX_PRODUCT_ROWS = 16  # with more rows, torch's matrix product is as fast
+MAX_PRODUCT_ROWS = 16  # with more rows, torch's matrix product is as fast
 _switched_off = ContextVar("row_kernels_switched_off", default=False)
 
 
@@ -42,7 +42,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     if not torch.is_grad_enabled() and kernels_take(x, weight):
         rows = _rows(x)
         y = torch.empty_like(rows)
-        kernels.norm_forward(rows, _gain(weight, x), y, 1 / x.shape[-1], eps, torch.get_num_threads())
+        kernels.norm_forward(rows, gain(weight, x), y, 1 / x.shape[-1], eps, torch.get_num_threads())
         return y.view(x.shape)
     if not _kernels_take(x, weight):
         wide = wider(x)
@@ -92,7 +92,7 @@ def products(x: Tensor, weights: Sequence[Tensor], *, gated: bool = False) -> li
         torch.is_grad_enabled()
         or torch.is_autocast_enabled("cpu")
         or not kernels_take(x, *weights)
-        or not 0 < x.numel() <= _MAX_PRODUCT_ROWS * width
+        or not 0 < x.numel() <= MAX_PRODUCT_ROWS * width
         or any(w.dtype != x.dtype or not w.is_contiguous() or w.is_neg() for w in weights)
     ):
         return None
@@ -104,7 +104,12 @@ def products(x: Tensor, weights: Sequence[Tensor], *, gated: bool = False) -> li
 
 def wider(x: Tensor) -> torch.dtype:
     """The dtype of sums: float32, or x's dtype if that is wider."""
-    return torch.promote_types(x.dtype, torch.float32)
+    return x.dtype if x.dtype in (torch.float32, torch.float64) else torch.promote_types(x.dtype, torch.float32)
+
+
+def is_plain_tensor(x: object) -> bool:
+    """Whether x is a tensor of no other class, which might compute in its own way."""
+    return type(x) is nn.Parameter or type(x) is Tensor
 
 
 def kernels_take(x: Tensor, *others: Tensor | None) -> bool:
@@ -115,7 +120,8 @@ def kernels_take(x: Tensor, *others: Tensor | None) -> bool:
         and not _switched_off.get()
         and x.device.type == "cpu"
         and x.dtype in DTYPES
-        and all(t is None or type(t) in (Tensor, nn.Parameter) for t in (x, *others))
+        and is_plain_tensor(x)
+        and all(t is None or is_plain_tensor(t) for t in others)
         and not torch._C._len_torch_dispatch_stack()
         and not torch._C._are_functorch_transforms_active()
         and not forward_mode()
@@ -140,7 +146,7 @@ class _Norm(torch.autograd.Function):
         ctx.factor, ctx.eps = factor, eps
         rows = _rows(x)
         y = torch.empty_like(rows)
-        kernels.norm_forward(rows, _gain(weight, x), y, factor, eps, torch.get_num_threads())
+        kernels.norm_forward(rows, gain(weight, x), y, factor, eps, torch.get_num_threads())
         return y.view(x.shape)
 
     @staticmethod
@@ -148,10 +154,10 @@ class _Norm(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         if torch.is_grad_enabled():  # create_graph: torch differentiates its own operations again
             return (*_torch_gradients(_torch_norm, (x, weight), grad, ctx.factor, ctx.eps), None, None)
-        rows, gain = _rows(x), _gain(weight, x)
+        rows, weights = _rows(x), gain(weight, x)
         d_x = torch.empty_like(rows)
-        parts = None if gain is None else gain.new_empty(kernels.norm_parts(rows.shape[0]), rows.shape[1])
-        kernels.norm_backward(rows, gain, _rows(grad), d_x, parts, ctx.factor, ctx.eps, torch.get_num_threads())
+        parts = None if weights is None else weights.new_empty(kernels.norm_parts(rows.shape[0]), rows.shape[1])
+        kernels.norm_backward(rows, weights, _rows(grad), d_x, parts, ctx.factor, ctx.eps, torch.get_num_threads())
         return d_x.view(x.shape), None if parts is None else parts.sum(0).to(weight.dtype), None, None
 
 
@@ -310,8 +316,12 @@ def _torch_gradients(function: Any, inputs: tuple[Tensor | None, ...], grad: Ten
     return [next(found) if t is not None and t.requires_grad else None for t in inputs]
 
 
-def _gain(weight: Tensor | None, x: Tensor) -> Tensor | None:
-    return None if weight is None else materialize(weight.to(wider(x))).contiguous()
+def gain(weight: Tensor | None, x: Tensor) -> Tensor | None:
+    """A norm's weight as its kernel takes it, for rows x."""
+    if weight is None:
+        return None
+    wide = wider(x)
+    return materialize(weight if weight.dtype == wide else weight.to(wide)).contiguous()
 
 
 def _rows(x: Tensor) -> Tensor:

@@ -4,7 +4,7 @@ The kernels take the three scalars, or a rule's inputs (beta, log_gate); then th
 the normalisation of keys. csrc/README.md is the map of the C++ code; csrc/tensors.h checks every tensor that it uses.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -53,7 +53,12 @@ def supports(k: Tensor, v: Tensor, dtype: torch.dtype) -> str | None:
 
 def fuses(rule: UpdateRule) -> bool:
     """Whether the kernels compute this rule's scalars: those of ``efla.rules``, not a user's own."""
-    return rules.builtin_name(rule) in _RULE_CODES
+    return rule_code(rule) is not None
+
+
+def rule_code(rule: UpdateRule) -> int | None:
+    """The kernels' number of a rule, or ``None`` if it is a user's own."""
+    return _RULE_CODES.get(rules.builtin_name(rule) or "")
 
 
 def check_rules(facts: Mapping[str, Mapping[str, bool]]) -> None:
@@ -147,15 +152,17 @@ def _round_up(size: int, multiple: int) -> int:
     return (size + multiple - 1) // multiple * multiple
 
 
-def mixer_step(*arguments: Any) -> None:
-    """One decoded token of a linear-attention layer, between its products; see ``LinearAttention._decode``.
+def step_in_place(kernel: str, states: Sequence[Tensor | None], *arguments: Any) -> bool:
+    """Run a kernel that decodes one token and updates ``states``. False if it does not take these tensors: nothing is changed.
 
-    Updates conv_state and memory in place. Arguments: q, k, v, b, a, g, q_weight, k_weight, v_weight, conv_state, memory,
-    A_log, dt_bias, norm_weight, y, rule, qk_l2norm, scale, beta_factor, eps.
+    The caller then takes the general path, which computes on mixed dtypes and other layouts, or reports the mistake.
     """
-    *tensors, rule, qk_l2norm, scale, beta_factor, eps = arguments
-    kernels.mixer_step(*tensors, _RULE_CODES[rule.name], qk_l2norm, scale, beta_factor, eps, torch.get_num_threads())
-    increment_version([x for x in tensors[9:11] if x is not None])
+    try:
+        getattr(kernels, kernel)(*arguments, torch.get_num_threads())
+    except (TypeError, ValueError):
+        return False
+    increment_version([x for x in states if x is not None])
+    return True
 
 
 def simd_level() -> str:
