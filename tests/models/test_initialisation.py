@@ -51,7 +51,7 @@ def test_every_parameter_starts_as_specified(arm, conv_init):
                 assert 0.45 < module.weight.abs().max() <= 0.5
                 assert abs(module.weight.std() - 1 / math.sqrt(12)) < 0.03
             assert module.bias is None or (module.bias == 0).all()
-        elif isinstance(module, (LinearAttention, Mamba2)) and hasattr(module, "A_log"):
+        elif isinstance(module, (LinearAttention, Mamba2)) and module.A_log is not None:
             low = 1.0 if isinstance(module, Mamba2) else 1e-4
             assert (module.A_log.exp() >= low - 1e-6).all()
             assert (module.A_log.exp() <= 16.001).all()
