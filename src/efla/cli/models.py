@@ -100,7 +100,7 @@ def generate(
         device: auto, cpu or cuda.
         dtype: Precision of the model; auto uses the checkpoint's, or float32 on a CPU that computes faster in it.
         weights: Store the linear maps in 2 bytes or 1 byte a weight and compute the rest in float32: faster on a CPU.
-        state: File with what the model has read. If it exists, the prompt continues from there; then it is written anew.
+        state: File with what the model has read. If it exists, the prompt continues from there; then it is overwritten.
     """
     if max_new_tokens < 1 or temperature < 0 or top_k < 0 or not 0 < top_p <= 1:
         raise ValueError(
