@@ -24,7 +24,7 @@ from efla.models.accounting import parameter_count
 from efla.runs.provenance import backend_used
 from efla.runs.records import Record
 
-_EVAL_BATCH = 250
+_EVAL_BATCH = 50  # 10 MB a tensor: larger ones leave the cache
 _FORWARD = 0.3
 """Time of a forward pass as a share of a training step."""
 QUANTILES = (0.01, 0.1, 0.25, 0.5, 0.75, 0.9, 0.99)
