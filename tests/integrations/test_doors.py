@@ -16,6 +16,7 @@ from tests.fresh import run_fresh
 from tests.integrations.test_transformers import (
     SEQUENCES,
     assert_same,
+    greedy_tokens,
     logits_and_gradients,
     packed,
     random_ids,
@@ -98,7 +99,7 @@ def test_every_kernel_is_reached(door, model, ids, monkeypatch):
 
 def test_logits_tokens_and_gradients_are_the_same(door, model, ids):
     expected = logits_and_gradients(model, [{"input_ids": ids}])
-    tokens = model.generate(ids, max_new_tokens=8, do_sample=False)
+    tokens = greedy_tokens(model, ids, 8)
     with door(model):
         got = logits_and_gradients(model, [{"input_ids": ids}])
         assert torch.equal(model.generate(ids, max_new_tokens=8, do_sample=False), tokens)
