@@ -10,6 +10,7 @@ import io
 import json
 import os
 import re
+import statistics
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -55,23 +56,28 @@ def speed_table(folder: Path = ROOT / "benchmarks/results") -> str:
     records = [record for record in records if "SIMD (native)" in record.get("facts", {})]
     groups = [group for record in sorted(records, key=lambda r: r["date"]) for group in _groups(record)]
     groups.sort(key=lambda group: group.threads)
-    cells: dict[str, dict[str, tuple[int, float, dict[str, float]]]] = {}
-    used: dict[str, set[str]] = {}
+    cells: dict[str, dict[str, Group]] = {}  # simd -> work -> what is shown
     for group in groups:
         peers = {name: ratio for name, ratio in group.ratios.items() if not name.startswith(OURS)}
         if group.work not in WORKS or not peers:
             continue
-        threads, _, before = cells.setdefault(group.work, {}).get(group.simd, (0, 0.0, {}))
-        kept = before if threads == group.threads else {}
-        cells[group.work][group.simd] = (group.threads, group.seconds, {**kept, **peers})
-        used.setdefault(group.simd, set()).add(f"{group.machine}, {group.threads} threads")
-    sets = [simd for simd in SETS if simd in used]
+        column = cells.setdefault(group.simd, {})
+        before = column.get(group.work)
+        kept = before.ratios if before is not None and before.threads == group.threads else {}
+        column[group.work] = group._replace(ratios={**kept, **peers})
+    sets = [simd for simd in SETS if simd in cells]
+    usual = {simd: statistics.mode(group.threads for group in cells[simd].values()) for simd in sets}
     lines = [["work", *(SETS[simd] for simd in sets)], ["---"] * (len(sets) + 1)]
     for work, name in WORKS.items():
-        if work in cells:
-            lines.append([name, *(_speed(*cells[work][simd][1:]) if simd in cells[work] else "" for simd in sets)])
-    machines = "; ".join(f"{SETS[simd]}: {' and '.join(sorted(used[simd]))}" for simd in sets)
-    return f"{_table(lines)}\n\n{machines}."
+        if any(work in cells[simd] for simd in sets):
+            shown = (_speed(cells[simd][work], usual[simd]) if work in cells[simd] else "" for simd in sets)
+            lines.append([name, *shown])
+    machines = (
+        f"{SETS[simd]}: {' and '.join(sorted({group.machine for group in cells[simd].values()}))}, {_threads(usual[simd])}"
+        for simd in sets
+    )
+    varied = any(group.threads != usual[simd] for simd in sets for group in cells[simd].values())
+    return f"{_table(lines)}\n\n{'; '.join(machines)}{', unless a cell says otherwise' if varied else ''}."
 
 
 class Group(NamedTuple):
@@ -104,13 +110,18 @@ def _groups(record: dict[str, Any]) -> list[Group]:
     return groups
 
 
-def _speed(seconds: float, peers: dict[str, float]) -> str:
+def _speed(group: Group, usual_threads: int) -> str:
+    seconds = group.seconds
     time = next(f"{seconds * 10**p:.3g} {unit}" for p, unit in ((0, "s"), (3, "ms"), (6, "µs")) if seconds * 10**p >= 1)
     others = ", ".join(
         f"{NAMES.get(name, name)} **{ratio:.1f}\N{MULTIPLICATION SIGN}**"
-        for name, ratio in sorted(peers.items(), key=lambda p: p[1])
+        for name, ratio in sorted(group.ratios.items(), key=lambda p: p[1])
     )
-    return f"{time}; {others}"
+    return f"{time}; {others}" + (f" ({_threads(group.threads)})" if group.threads != usual_threads else "")
+
+
+def _threads(count: int) -> str:
+    return f"{count} thread{'s' * (count > 1)}"
 
 
 def claims_table(sections: Sequence[Any]) -> str:
@@ -180,26 +191,27 @@ def filled(text: str, tables: dict[str, str]) -> str:
     return text
 
 
-def readme(sections: Sequence[Any]) -> str:
-    """README.md with its tables as the rows say."""
-    return filled(README.read_text(), {"speed": speed_table(), "claims": claims_table(sections)})
+def pages(sections: Sequence[Any]) -> dict[Path, str]:
+    """README.md with its tables, and the page of claims, as the rows say."""
+    from efla.report.page import claims_page
+
+    readme = filled(README.read_text(), {"speed": speed_table(), "claims": claims_table(sections)})
+    return {README: readme, CLAIMS: claims_page(sections)}
 
 
 def main() -> None:
     """Write all of it."""
     os.chdir(ROOT)
-    os.environ |= {"COLUMNS": "100", "NO_COLOR": "1", "TERM": "dumb"}
+    os.environ |= {"COLUMNS": "80", "NO_COLOR": "1", "TERM": "dumb"}
     COMMAND_LINE.write_text(command_line())
-    from efla.report.markdown import markdown
-
     from efla.report.front import headline
     from efla.report.page import sections_of
     from efla.runs.chart import Figure
     from efla.runs.vega import save
 
     sections = [section for folder in result_folders() for section in sections_of(folder)]
-    CLAIMS.write_text(markdown(sections))
-    README.write_text(readme(sections))
+    for page, text in pages(sections).items():
+        page.write_text(text)
     figure = headline(sections)
     assert figure is not None
     save(Figure("robustness", figure.title, figure.note, figure.charts), ROOT / "docs/figures", ("svg",))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import runpy
 import subprocess
 import sys
@@ -86,12 +87,35 @@ def test_a_rule_of_ones_own_reaches_the_commands(how, halved_rule, monkeypatch, 
     assert "--import needs a .py file or the name of a module" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("command", cli.COMMANDS)
-def test_every_command_explains_itself(command, capsys):
+@pytest.mark.parametrize("words", [*cli.COMMANDS, "reproduce lm", "reproduce paper", "train --recipe efla-340m-paper"])
+def test_every_command_explains_itself(words, monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "80")
     with pytest.raises(SystemExit) as exit_info:
-        cli.main([command, "--help"])
+        cli.main([*words.split(), "--help"])
     assert exit_info.value.code == 0
-    assert f"efla {command}" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert shown.startswith(f"usage: efla {words.partition(' --')[0]} ")
+    assert shown.count("\nExample: efla ") == 1
+    for artefact in ("None", "STR", "(default: )", "(default: False)", "(optional)"):
+        assert artefact not in shown
+    assert max(map(len, shown.splitlines())) <= 80
+
+
+def test_an_option_of_several_commands_has_one_name_and_one_text(capsys):
+    """What --threads and --seed of a command are about differs, how they are called and what they default to does not."""
+    texts = {}
+    for name in cli.COMMANDS:
+        with pytest.raises(SystemExit):
+            cli.main([name, "--help"])
+        help = " ".join(capsys.readouterr().out.split())
+        texts[name] = dict(re.findall(r" (--[a-z-]+)(?: [A-Z{]\S*)? ((?:(?! --[a-z]).)+)", help))
+    for option, commands in {"--json": "bench eval info train", "--quiet": "eval prepare reproduce train"}.items():
+        assert {name for name in texts if option in texts[name]} == {*commands.split()}
+    assert all("CPU threads" in texts[name]["--threads"] for name in texts if "--threads" in texts[name])
+    assert all("auto, cpu or cuda" in texts[name]["--device"] for name in texts if "--device" in texts[name])
+    assert not {"--out", "--output-dir", "--num-threads", "--cpu"} & {
+        option for known in texts.values() for option in known
+    }
 
 
 def test_an_error_names_each_choice_once(capsys):

@@ -22,7 +22,7 @@ def test_the_page_is_opened_and_its_address_printed(monkeypatch, capsys):
     monkeypatch.setattr("webbrowser.open", opened.append)
     assert main(["explain"]) == 0
     assert opened == [PAGE.as_uri()]
-    assert capsys.readouterr().out == f"{PAGE.as_uri()}\n"
+    assert capsys.readouterr().out.startswith(f"{PAGE.as_uri()}\nnext: efla ")
 
 
 def test_a_page_that_is_not_there_and_a_folder_that_is_not_are_named(monkeypatch, tmp_path, capsys):

@@ -299,3 +299,22 @@ def test_a_folder_that_is_not_a_runs_or_is_taken_is_left_alone(tmp_path):
         pytest.raises(RuntimeError, match="another run is writing to"),
     ):
         loop.run(small(), tmp_path / "taken")
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"data": "no-such-corpus"},
+        {"data": "novels", "data_root": "empty"},
+        {"data": "lines.jsonl", "column": "body"},
+    ],
+    ids=lambda wrong: "-".join(wrong.values()),
+)
+def test_a_folder_is_free_for_the_corrected_command_after_inputs_were_refused(wrong, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "lines.jsonl").write_text('{"text": "%s"}\n' % ("some text " * 400))
+    with pytest.raises((ValueError, OSError)):
+        loop.run(small(**wrong), tmp_path / "run")
+    assert not (tmp_path / "run" / "config.json").exists()
+    assert loop.run(small(data="lines.jsonl"), tmp_path / "run").finished

@@ -6,50 +6,18 @@ import importlib.util
 import inspect
 import io
 import os
-import re
 import sys
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import efla
+from efla.cli.help import COMMANDS, command_help, usage
 from efla.errors import unknown_name
 
-
-class Command(NamedTuple):
-    """What ``efla --help`` says of a command. module: where its function is, default efla.cli.<name>."""
-
-    group: str
-    text: str
-    example: str
-    module: str | None = None
-
-
-_MODELS, _TRAIN = "efla.cli.models", "efla.cli.train"
-COMMANDS = {
-    "doctor": Command("This machine", "Versions, threads and backends, each with a self-check.", "doctor"),
-    "gpu-check": Command("This machine", "Compile and check the GPU kernels; works without a GPU.", "gpu-check"),
-    "bench": Command("This machine", "Speed relative to transformers, softmax attention and sgemm.", "bench models"),
-    "info": Command("Models", "Mixers, sizes, parameters, state bytes, FLOPs per token.", "info efla-340m", _MODELS),
-    "generate": Command(
-        "Models", "Continue a prompt, with tokens per second.", 'generate runs/train-tiny --prompt "The "', _MODELS
-    ),
-    "eval": Command("Models", "Zero-shot tasks, comparisons, long contexts.", "eval runs/train-tiny --tasks paper"),
-    "convert": Command(
-        "Models", "Checkpoints of flash-linear-attention to efla and back.", "convert SOURCE TARGET", _MODELS
-    ),
-    "export": Command("Models", "An ONNX file, which runs without torch.", "export onnx runs/train-tiny model.onnx"),
-    "prepare": Command("Training", "Tokenise text into shards.", "prepare text.jsonl --output shards", _TRAIN),
-    "train": Command("Training", "Train a model here, or on many devices.", "train --data shards --steps 500"),
-    "explain": Command("The paper", "The method as an interactive page.", "explain"),
-    "reproduce": Command("The paper", "Run an experiment of the paper.", "reproduce smnist --profile quick"),
-    "report": Command("The paper", "One HTML page from the rows of runs.", "report runs/smnist-quick"),
-    "mad": Command("The paper", "Show an instance of a MAD task.", "mad show compression", "efla.experiments.mad.show"),
-}
 # These parse their arguments themselves, because one of them sets the defaults of the others; and the class they use.
 _PARSES_ARGUMENTS = {"train": "TrainCommand"}
-_TAKES_IMPORT = ("train", "eval", "generate", "info", "bench")
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -58,7 +26,7 @@ def main(argv: list[str] | None = None) -> int:
     show_trace = "--traceback" in arguments or os.environ.get("EFLA_TRACEBACK", "0") not in ("", "0")
     arguments = [argument for argument in arguments if argument != "--traceback"]
     if not arguments or arguments[0] in ("-h", "--help"):
-        print(_usage())
+        print(usage(efla.__version__))
         return 0
     if arguments[0] == "--version":
         print(f"efla {efla.__version__}")
@@ -75,8 +43,11 @@ def main(argv: list[str] | None = None) -> int:
                 from efla.native import keep_freed_memory
 
                 keep_freed_memory()
-        with _short_help() if {"-h", "--help"} & {*arguments} else contextlib.nullcontext():
-            return _run(name, arguments[1:])
+        run = _print_help if {"-h", "--help"} & {*arguments} else _run
+        return run(name, _import_named(arguments[1:]))
+    except BrokenPipeError:  # the reader, such as head, has enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
     except KeyboardInterrupt:
         if show_trace:
             traceback.print_exc()
@@ -91,32 +62,28 @@ def main(argv: list[str] | None = None) -> int:
         return 1
 
 
-@contextlib.contextmanager
-def _short_help() -> Iterator[None]:
-    """Leave out of the help what tyro writes for options without a value: "(default: None)" and "{None}|INT"."""
-    terminal, help = sys.stdout, io.StringIO()
-    help.isatty = terminal.isatty  # type: ignore[method-assign]
-    try:
-        with contextlib.redirect_stdout(help):
-            yield
-    finally:
-        print(re.sub(r" *\(default:\s+None\)|\{None\}\|", "", help.getvalue()), end="", file=terminal)
-
-
 def _run(name: str, arguments: list[str]) -> int:
     import tyro
 
-    if name in _TAKES_IMPORT:
-        arguments = _import_named(arguments)
     function = _function(name)
     if name in _PARSES_ARGUMENTS:
         return int(function(arguments))
     about = inspect.cleandoc(function.__doc__ or "").partition("\nArgs:")[0].strip()
-    if name in _TAKES_IMPORT:
-        about += "\n\nWith --import MODULE, a module or .py file is imported first; it may register a rule of your own."
-    about += f"\n\nExample: efla {COMMANDS[name].example}"
     style = (tyro.conf.PositionalMetavarFromFieldName, tyro.conf.DisallowNone, tyro.conf.FlagCreatePairsOff)
     return int(tyro.cli(function, prog=f"efla {name}", args=arguments, description=about, config=style) or 0)
+
+
+def _print_help(name: str, arguments: list[str]) -> int:
+    """Print what tyro knows of a command, in our words."""
+    written, columns = io.StringIO(), os.environ.get("COLUMNS")
+    os.environ["COLUMNS"] = "120"  # one column of options, and lines that seldom wrap
+    try:
+        with contextlib.redirect_stdout(written):
+            _run(name, arguments)
+    finally:
+        os.environ.pop("COLUMNS") if columns is None else os.environ.update(COLUMNS=columns)
+        print(command_help(name, written.getvalue()))
+    return 0
 
 
 def _function(name: str) -> Callable[..., Any]:
@@ -175,29 +142,6 @@ def _print_completion(shell: str) -> int:
     except SystemExit as done:
         return int(done.code or 0)
     return 0
-
-
-def _usage() -> str:
-    lines = [
-        f"efla {efla.__version__}: Exact Flow Linear Attention",
-        "",
-        "usage: efla COMMAND [options]      (efla COMMAND --help lists the options)",
-    ]
-    group = ""
-    for name, command in COMMANDS.items():
-        if command.group != group:
-            group = command.group
-            lines += ["", group]
-        lines += [f"  {name:<11}{command.text}", f"{'':13}efla {command.example}"]
-    return "\n".join(
-        [
-            *lines,
-            "",
-            "The same command resumes what was interrupted. Every command takes --traceback",
-            "(or EFLA_TRACEBACK=1), which prints the full trace of an error.",
-            "Completion in bash, zsh or fish: source <(efla --completion bash)",
-        ]
-    )
 
 
 if __name__ == "__main__":

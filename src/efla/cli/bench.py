@@ -29,13 +29,13 @@ _MODULES = {name: f"efla.experiments.{name}.bench" for name in ("smnist", "mad")
 def bench(
     what: Annotated[Literal["scan", "models", "train", "smnist", "mad", "evaluation"], tyro.conf.Positional] = "scan",
     /,
-    suite: Annotated[tuple[str, ...], tyro.conf.arg(help_behavior_hint="(default: all)")] = (),
-    threads: Annotated[int | None, tyro.conf.arg(help_behavior_hint="(default: torch's number)")] = None,
+    suite: tuple[str, ...] = (),
+    threads: int | None = None,
     rounds: int = 7,
     verbose: bool = False,
     json: bool = False,
-    output: Annotated[Path | None, tyro.conf.arg(help_behavior_hint="(optional)")] = None,
-    plot: Annotated[Path | None, tyro.conf.arg(help_behavior_hint="(optional)")] = None,
+    output: Path | None = None,
+    plot: Path | None = None,
 ) -> int:
     """Compare the speed of efla, transformers, softmax attention and the machine's sgemm in one process.
 
@@ -44,10 +44,10 @@ def bench(
     Args:
         what: The scan alone, whole models, training (a step, the loop, preparing text), a training step of the
             sequential MNIST classifier or of the MAD model, or the scoring of multiple-choice questions (needs EFLA_DATA).
-        suite: Which parts to run. Scan: headline, rules, lengths, decode. Models: throughput, contexts, decode, prefill, step,
-            qwen, qwen-bfloat16, qwen-wide, rewind, loading. Train: step, surroundings, preparing. Smnist: training.
-            Mad: step, scan. Evaluation: hellaswag.
-        threads: Threads for every contender.
+        suite: Which parts to run (default: all). Scan: headline, rules, lengths, decode. Models: throughput, contexts, decode,
+            prefill, step, qwen, qwen-bfloat16, qwen-wide, rewind, loading. Train: step, surroundings, preparing. Smnist:
+            training. Mad: step, scan. Evaluation: hellaswag.
+        threads: CPU threads of every contender (default: torch's number).
         rounds: How often each contender is timed; medians and quartiles are reported.
         verbose: Print a table per piece of work, with quartiles and rates, instead of a line.
         json: Print rows as JSON instead.
@@ -104,7 +104,7 @@ def bench(
         console.print(f"rows: {output}{before}", markup=False, soft_wrap=True)
     if plot is not None:
         save_lengths(measurements, plot, f"{machine}, {threads} threads")
-    if output is None and not json:
+    if not json:
         console.print("next: --verbose shows quartiles and rates, --output FILE keeps the rows", markup=False)
     return 0
 

@@ -5,7 +5,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-import torch
 import tyro
 from rich.console import Console
 from rich.measure import Measurement
@@ -13,7 +12,6 @@ from rich.table import Table
 
 from efla.data.files import data_folder
 from efla.errors import refuse_ignored
-from efla.evaluation.items import compare_models, comparison_lines
 from efla.evaluation.long_context import LengthEvaluation, LengthSettings, show_length
 from efla.evaluation.run import EvaluationSettings, TaskEvaluation
 from efla.evaluation.table import markdown, result_table, terminal
@@ -23,15 +21,14 @@ from efla.runs.records import Record, dumps
 from efla.runs.rows import write_atomically
 
 _SETTINGS, _LENGTH_SETTINGS = EvaluationSettings(), LengthSettings()
-_OUTPUT = tyro.conf.arg(help_behavior_hint="(default: runs/eval, with --length runs/eval-length)")
 
 
 def eval(
-    models: Annotated[tuple[str, ...], tyro.conf.Positional] = (),
+    models: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="[MODEL ...]")] = (),
     /,
     settings: Annotated[EvaluationSettings, tyro.conf.arg(name="")] = _SETTINGS,
-    output: Annotated[Path | None, _OUTPUT] = None,
-    compare: tuple[str, str] | None = None,
+    output: Path | None = None,
+    compare: Annotated[tuple[str, str] | None, tyro.conf.arg(metavar="A B")] = None,
     paper: Literal["none", "340M", "1.3B", "both"] = "340M",
     length: bool = False,
     length_settings: Annotated[LengthSettings, tyro.conf.arg(name="")] = _LENGTH_SETTINGS,
@@ -47,12 +44,12 @@ def eval(
     Args:
         models: Folders written by save_pretrained or efla train, or names on the hub. Without any, --output is shown.
         settings: Tasks and models.
-        output: Folder for rows, items and the harness's results.
+        output: Folder for rows, items and the harness's results (default: runs/eval, with --length runs/eval-length).
         compare: Two models A B: evaluate both and show B - A of each column with a 95 % interval (paired bootstrap over items).
         paper: The paper's models to print beside the results.
         length: Measure loss by position and associative recall (MQAR) instead of the tasks.
         length_settings: Long contexts.
-        threads: CPU threads; default: torch's.
+        threads: CPU threads (default: torch's number).
         quiet: Print results only, no progress.
         json: Print the folder's rows as JSON lines instead of tables.
     """
@@ -71,6 +68,8 @@ def eval(
         require_lm_eval()
     evaluation = LengthEvaluation(settings, length_settings) if length else TaskEvaluation(settings)
     if threads is not None:
+        import torch
+
         torch.set_num_threads(threads)
     rows = evaluation.evaluate(chosen, folder, Console(stderr=True, quiet=quiet))
     if json:
@@ -78,6 +77,7 @@ def eval(
         return 0
     if length:
         show_length(rows, folder, Console())
+        print(f"next:  efla report {folder}")
         return 0
     table = result_table(rows, paper)
     print_whole(terminal(table))
@@ -104,6 +104,8 @@ def print_whole(table: Any) -> None:
 
 
 def _compare(rows: Sequence[Record], a: str, b: str, output: Path) -> None:
+    from efla.evaluation.items import compare_models, comparison_lines
+
     if a == b:
         raise ValueError(f"--compare needs two different models, got {a!r} twice")
     found = compare_models(rows, output, a, b)

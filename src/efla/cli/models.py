@@ -77,13 +77,12 @@ def generate(
     top_k: int = 0,
     top_p: float = 1.0,
     seed: int = 0,
-    tokenizer: Annotated[str | None, tyro.conf.arg(help_behavior_hint="(default: the model's own)")] = None,
+    tokenizer: str | None = None,
     device: str = "auto",
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto",
-    weights: Annotated[
-        Literal["float16", "int8"] | None, tyro.conf.arg(help_behavior_hint="(default: as --dtype)")
-    ] = None,
-    state: Annotated[Path | None, tyro.conf.arg(help_behavior_hint="(default: none)")] = None,
+    weights: Literal["float16", "int8"] | None = None,
+    state: Path | None = None,
+    threads: int | None = None,
 ) -> int:
     """Continue a prompt. Text is printed as it is generated, then tokens per second (on stderr).
 
@@ -96,11 +95,12 @@ def generate(
         top_k: Sample only among the k most likely tokens (0: among all).
         top_p: Sample only among the most likely tokens of this total probability.
         seed: Seed of the sampling.
-        tokenizer: Tokenizer folder or name, if the model's folder has none. A vocabulary of 256 is bytes.
+        tokenizer: Tokenizer folder or name, if the model's folder has none; bytes if the vocabulary is 256.
         device: auto, cpu or cuda.
         dtype: Precision of the model; auto uses the checkpoint's, or float32 on a CPU that computes faster in it.
         weights: Store the linear maps in 2 bytes or 1 byte a weight and compute the rest in float32: faster on a CPU.
         state: File with what the model has read. If it exists, the prompt continues from there; then it is overwritten.
+        threads: CPU threads (default: torch's number).
     """
     if max_new_tokens < 1 or temperature < 0 or top_k < 0 or not 0 < top_p <= 1:
         raise ValueError(
@@ -112,7 +112,11 @@ def generate(
     )
     text = sys.stdin.read() if prompt == "-" else prompt
     if model.endswith(".onnx"):
-        given = {"tokenizer": tokenizer is not None, "device": device not in ("auto", "cpu")}
+        given = {
+            "tokenizer": tokenizer is not None,
+            "device": device not in ("auto", "cpu"),
+            "threads": threads is not None,
+        }
         refuse_ignored({**given, "dtype": dtype != "auto", "weights": weights is not None}, "with an ONNX file")
         return _generate_onnx(
             model,
@@ -132,6 +136,8 @@ def generate(
     from efla.models.loading import load_model
     from efla.models.tokenizer import TimedStreamer
 
+    if threads is not None:
+        torch.set_num_threads(threads)
     loaded = load_model(model, tokenizer=tokenizer, device=device, dtype=dtype, weights=weights)
     cache = None
     if state is not None:

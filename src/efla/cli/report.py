@@ -9,20 +9,20 @@ from efla.runs.rows import write_atomically
 
 
 def report(
-    runs: Annotated[tuple[Path, ...], tyro.conf.Positional],
+    runs: Annotated[tuple[Path, ...], tyro.conf.Positional, tyro.conf.arg(metavar="RUN ...")],
     output: Path = Path("report.html"),
-    markdown: Annotated[Path | None, tyro.conf.arg(help_behavior_hint="(optional)")] = None,
-    figures: Annotated[Path | None, tyro.conf.arg(help_behavior_hint="(optional)")] = None,
+    markdown: Path | None = None,
+    figures: Path | None = None,
     formats: tuple[Literal["svg", "png", "pdf"], ...] = ("svg",),
 ) -> int:
     """Make the report: a verdict per claim of the paper, figures, tables, settings, and limits of the conclusions.
 
     Args:
-        runs: output folders of `efla reproduce` or `efla eval`; files among them are skipped.
-        output: the HTML file to write.
-        markdown: also write the claims, verdicts and numbers to this Markdown file.
-        figures: also write every figure to this folder.
-        formats: of those figures: svg (a light and a dark one), png, pdf.
+        runs: Output folders of efla reproduce, efla eval or efla train; files among them are skipped.
+        output: The HTML file to write.
+        markdown: Also write the claims, verdicts and numbers to this Markdown file.
+        figures: Also write every figure to this folder.
+        formats: Formats of those figures: svg (a light and a dark one), png, pdf.
     """
     from efla.report.front import claim_lines
     from efla.report.page import build, claims_page

@@ -12,7 +12,6 @@ from rich.console import Console
 
 from efla.experiments import registry
 from efla.experiments.experiment import Options
-from efla.experiments.runner import run
 from efla.runs.progress import clock
 from efla.runs.records import Record
 from efla.runs.rows import ROWS, read_rows
@@ -29,7 +28,7 @@ class All:
     profile: Literal["quick", "full"] = "quick"
     """quick: minutes for each experiment; full: hours for most of them, resumable."""
     data: str | None = None
-    """Folder with the data sets (mnist/, corpus/, lambada/, wikitext-2/, eval/); default: EFLA_DATA, else embedded data."""
+    """Folder with the data sets (mnist/, corpus/, lambada/, wikitext-2/, eval/) (default: EFLA_DATA, else embedded data)."""
 
     def options(self) -> list[Options]:
         """The options of all experiments, in the order in which they run."""
@@ -113,35 +112,47 @@ def reproduce(
     workers: int = 2,
     threads: int | None = None,
     executor: Executor = "process",
+    quiet: bool = False,
     verbose: bool = False,
 ) -> int:
     """Run an experiment. Finished cells are saved; the same command resumes after an interruption.
 
     Args:
-        experiment: which experiment, with its own options.
-        output: folder for rows and figures, by default runs/EXPERIMENT-PROFILE (smnist and lr share theirs). For paper and
-            all: the folder of those folders, by default runs/paper and runs.
-        workers: processes that run cells side by side; throughput always uses one.
-        threads: threads of each process, default 1 (throughput: all cores); the rows depend on it in the last digits.
+        experiment: Which experiment, with its own options.
+        output: Folder for rows and figures (default: runs/EXPERIMENT-PROFILE; smnist and lr share theirs). For paper and all:
+            the folder of those folders (default: runs/paper and runs).
+        workers: Processes that run cells side by side; throughput always uses one.
+        threads: CPU threads of each process (default: 1; throughput: all cores). The rows depend on it in the last digits.
         executor: process: worker processes; inline: this process; ray: a Ray cluster (RAY_ADDRESS, else a local one).
-        verbose: print every level, comparison and file, not only a screen of them.
+        quiet: Print results only, no progress.
+        verbose: Print every level, comparison and file, not only a screen of them.
     """
 
     def run_one(options: Options, folder: Path | None) -> Path:
-        return _run(options, folder, workers=workers, threads=threads, executor=executor, verbose=verbose)
+        console = Console(stderr=True, quiet=quiet)
+        return _run(options, folder, console, workers=workers, threads=threads, executor=executor, verbose=verbose)
 
     if isinstance(experiment, All):
         return _run_all(experiment, output or experiment.default_output(), run_one, workers, verbose)
     folder = run_one(experiment, output)
     print(registry.get(registry.name_of(experiment)).text_summary(read_rows(folder), verbose))
-    print(f"\nfiles    {folder}\nnext     efla report {folder}")
+    print(f"\nfiles: {folder}/\nnext:  efla report {folder}")
     return 0
 
 
 def _run(
-    options: Any, output: Path | None, *, workers: int, threads: int | None, executor: Executor, verbose: bool
+    options: Any,
+    output: Path | None,
+    console: Console,
+    *,
+    workers: int,
+    threads: int | None,
+    executor: Executor,
+    verbose: bool,
 ) -> Path:
     """Run one experiment and draw its figures; returns its folder."""
+    from efla.experiments.runner import run
+
     cls = registry.get(registry.name_of(options))
     folder = output or Path("runs") / f"{cls.folder_name()}-{options.profile}"
     if no_figures := unavailable():
@@ -154,7 +165,7 @@ def _run(
         executor="inline" if cls.in_process and executor == "process" else executor,
         workers=workers if cls.side_by_side else 1,
         threads=threads,
-        console=Console(stderr=True),
+        console=console,
     )
     for file in () if no_figures else cls.plot(read_rows(folder), folder):
         if verbose:

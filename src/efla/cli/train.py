@@ -34,8 +34,8 @@ class TrainCommand:
     config: Annotated[TrainConfig, tyro.conf.arg(name="")] = field(default_factory=TrainConfig)
     recipe: str = _DEFAULT
     """Named config to start from; --list-recipes shows all."""
-    output: Annotated[Path | None, tyro.conf.arg(help_behavior_hint="(default: runs/train-RECIPE)")] = None
-    """Folder for checkpoints, metrics and the model."""
+    output: Path | None = None
+    """Folder for checkpoints, metrics and the model (default: runs/train-RECIPE)."""
     quiet: bool = False
     """Print nothing but errors."""
     list_recipes: bool = False
@@ -51,11 +51,6 @@ class TrainCommand:
 
 def train(arguments: list[str]) -> int:
     """Parse ``--recipe`` first, because its values are the defaults of all other options; then train."""
-    from rich.console import Console
-
-    from efla.train.loop import run
-    from efla.train.section import save_curve
-
     name = _recipe_name(arguments)
     if "--list-recipes" in arguments:
         print("\n".join(recipes.names()))
@@ -74,6 +69,11 @@ def train(arguments: list[str]) -> int:
     given = {"json": command.json, "verbose": command.verbose}
     given |= {"estimate-device, --estimate-count or --utilisation": command.machines != Machines()}
     refuse_ignored(given, "without --dry-run")
+    from rich.console import Console
+
+    from efla.train.loop import run
+    from efla.train.section import save_curve
+
     outcome = run(command.config, output, console=None if command.quiet else Console())
     if _is_main():
         save_curve(output)
@@ -98,6 +98,7 @@ def _dry_run(command: TrainCommand, output: Path) -> int:
             print(f"  {key:<24}{value}")
     for key, value in facts.items():
         print(f"{key.replace('_', ' '):<38}{_shown(key, value)}")
+    print("next: the same command without --dry-run")
     return 0
 
 
@@ -142,7 +143,7 @@ def prepare(
 
     Args:
         output: New folder for the shards.
-        workers: Tokenising processes; default one per core, and none besides this one for bytes.
+        workers: Tokenising processes (default: one per core, and none besides this one for bytes).
         quiet: Print nothing but errors.
     """
     from rich.console import Console

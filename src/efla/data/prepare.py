@@ -85,7 +85,7 @@ def prepare(config: PrepareConfig, output: Path, *, workers: int | None = None, 
     """Tokenize the sources into ``output`` and return its index; resumes an earlier call.
 
     A finished folder with the same settings is left unchanged; one with other settings is refused.
-    workers: tokenizing processes; default one per core, and none besides this one for bytes.
+    workers: tokenizing processes (default: one per core, and none besides this one for bytes).
     """
     if workers is None:
         workers = 1 if config.tokenizer == "bytes" else os.cpu_count() or 1

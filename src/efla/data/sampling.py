@@ -14,14 +14,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from efla.runs.records import Count, Minimum, check_fields
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 Order = Literal["uniform", "shuffled"]
 _ROUNDS = 6
@@ -71,6 +72,8 @@ class TokenStream:
 
     def rows(self, offsets: Sequence[int] | NDArray[np.int64], length: int) -> Tensor:
         """Rows [len(offsets), length] of tokens that start at the given offsets."""
+        import torch
+
         out = np.empty((len(offsets), length), dtype=np.int64)
         for row, offset in zip(out, offsets, strict=True):
             row[:] = self.read(int(offset), int(offset) + length)
@@ -146,6 +149,8 @@ def document_boundaries(rows: Tensor, bos_token: int) -> Tensor:
 
     A document starts with ``bos_token``.
     """
+    import torch
+
     starts = rows == bos_token
     starts[:, 0] = True
     boundaries = starts.flatten().nonzero().flatten()

@@ -11,8 +11,6 @@ from rich.console import Console
 from rich.table import Table
 
 from efla.data import corpora
-from efla.evaluation.perplexity import bits_by_position, doubling_buckets
-from efla.evaluation.recall import finetune_on_recall, make_batch, recall, usable_tokens
 from efla.evaluation.run import Evaluation, EvaluationSettings
 from efla.evaluation.table import MISSING
 from efla.evaluation.tasks import definition, local_records, read_text
@@ -28,8 +26,8 @@ class LengthSettings:
     """What is measured on long contexts."""
 
     text: str | None = None
-    """--length: a UTF-8 file, or a corpus (novels, enwik8, shakespeare, python-docs). Default: novels if the data folder has
-    them, else wikitext."""
+    """--length: a UTF-8 file, or a corpus (novels, enwik8, shakespeare, python-docs) (default: novels if the data folder
+    has them, else wikitext)."""
     positions: Count = 65_536
     """--length: last position."""
     rows: Count = 8
@@ -91,6 +89,8 @@ class LengthEvaluation(Evaluation):
 
     def _positions(self, loaded: Loaded, progress: Counter) -> list[Record]:
         """Bits by position in stretches spread evenly over the text, with the state carried through each."""
+        from efla.evaluation.perplexity import bits_by_position, doubling_buckets
+
         asked, batch_tokens = self._asked, self.settings.batch_tokens
         tokens: NDArray[np.int64] = np.asarray(loaded.tokenizer.encode(self._text, add_special_tokens=False))
         needed = asked.positions + 1
@@ -126,6 +126,8 @@ class LengthEvaluation(Evaluation):
 
     def _recall(self, loaded: Loaded, num_pairs: int, length: int, progress: Counter) -> Record:
         """Recall of the model, or with ``recall_steps`` of a copy that is first trained on the task."""
+        from efla.evaluation.recall import finetune_on_recall, make_batch, recall, usable_tokens
+
         asked, batch_tokens = self._asked, self.settings.batch_tokens
         config, prefix = loaded.model.config.get_text_config(), loaded.tokenizer.bos_token_id
         special = {prefix, loaded.tokenizer.eos_token_id, config.pad_token_id, 0} - {None}

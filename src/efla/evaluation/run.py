@@ -12,18 +12,15 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Literal
 
-import torch
 from rich.console import Console
 
 from efla.evaluation.items import file_name, items_path, metric_items, standard_errors, write_items
-from efla.evaluation.perplexity import why_not_carried
 from efla.evaluation.responses import ResponseLog, remove_responses
 from efla.evaluation.table import CARRIED
 from efla.evaluation.tasks import SOURCES, expand, load_task
 from efla.models.loading import Loaded, load_model, names_of
 from efla.runs.folder import RunFolder
 from efla.runs.progress import Counter, GridProgress
-from efla.runs.provenance import git_commit, machine, versions
 from efla.runs.records import Count, Record, check_fields, dumps
 from efla.runs.rows import read_rows, write_atomically
 
@@ -38,7 +35,7 @@ class EvaluationSettings:
     tasks: tuple[str, ...] = ("paper",)
     """Names of lm-evaluation-harness tasks; "paper" stands for the paper's ten."""
     data: Path | None = None
-    """Folder with eval/, lambada/ and wikitext-2/ (default: EFLA_DATA; without it, the hub)."""
+    """Folder with eval/, lambada/ and wikitext-2/ (default: EFLA_DATA, else the hub)."""
     limit: Count | None = None
     """Score only the first LIMIT items of each task; the table says so."""
     max_length: Count | None = None
@@ -114,6 +111,10 @@ class Evaluation(ABC):
             return folder.rows()
 
     def _run_cell(self, loaded: Loaded, cell: str, folder: RunFolder, progress: GridProgress) -> None:
+        import torch
+
+        from efla.runs import provenance
+
         name = f"{loaded.name}/{cell}"
         started, start = datetime.datetime.now(datetime.timezone.utc), time.monotonic()
         found = self.run(loaded, cell, folder.path, progress.start(name))
@@ -129,9 +130,7 @@ class Evaluation(ABC):
             "wall_seconds": round(time.monotonic() - start, 3),
             "started": started.isoformat(timespec="seconds"),
             "threads": torch.get_num_threads(),
-            "versions": versions(),
-            "commit": git_commit(),
-            "machine": machine(),
+            **provenance.stamp(),
             "config": self.config(),
             **result,
         }
@@ -174,6 +173,8 @@ class TaskEvaluation(Evaluation):
 
     def run(self, loaded: Loaded, cell: str, output: Path, progress: Counter) -> list[Record] | str:
         from efla.evaluation.harness import HarnessModel, run_task, wikitext_items
+        from efla.evaluation.perplexity import why_not_carried
+        from efla.runs.provenance import versions
 
         settings = self.settings
         if cell == CARRIED and (reason := why_not_carried(loaded.model)):

@@ -14,15 +14,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, NamedTuple, Protocol, TypeVar
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from efla.errors import check_names
-from efla.runs import provenance
 from efla.runs.records import GRID, Record, check_fields, protocol_of
-from efla.runs.timing import seconds_per_call
 
 if TYPE_CHECKING:
+    from torch import Tensor
     from typing_extensions import Self
 
     from efla.runs.sections import Section
@@ -111,6 +108,8 @@ def shuffled_batches(seed: int, count: int, batch: int, *, drop_last: bool = Fal
 
     The last batch of an epoch may be smaller; ``drop_last`` leaves it out.
     """
+    import torch
+
     for epoch in itertools.count():
         order = torch.from_numpy(np.random.default_rng([seed, epoch]).permutation(count))
         for indices in order.split(batch):
@@ -195,6 +194,10 @@ class Experiment(ABC, Generic[C]):
 
     def expected_seconds(self, cells: Sequence[Cell], threads: int) -> list[float] | None:
         """An upper estimate of the time of each cell, from steps timed now; ``None`` if unknown."""
+        import torch
+
+        from efla.runs.timing import seconds_per_call
+
         if self.gpus_per_cell and not torch.cuda.is_available():
             return None  # the cells run on another machine
         found, timed = [], dict[str, float]()
@@ -283,6 +286,10 @@ class Event:
 
 def execute(experiment: Experiment[Any], cell: Cell, report: Report, threads: int) -> list[Record]:
     """Run one cell with the given number of threads. Its last row gets config, versions, threads, commit and wall time."""
+    import torch
+
+    from efla.runs import provenance
+
     torch.set_num_threads(threads)
     started, clock = datetime.datetime.now(datetime.timezone.utc), time.perf_counter()
     rows = experiment.run_cell(cell, report)
@@ -298,9 +305,7 @@ def execute(experiment: Experiment[Any], cell: Cell, report: Report, threads: in
         "experiment": experiment.name,
         "config": experiment.protocol(),
         "threads": threads,
-        "versions": provenance.versions(),
-        "commit": provenance.git_commit(),
-        "machine": provenance.machine(),
+        **provenance.stamp(),
         "started": started.isoformat(timespec="seconds"),
         "wall_seconds": stamped[-1].get("wall_seconds", wall_seconds),  # resumed cells count their earlier time too
     }

@@ -18,6 +18,11 @@ from efla.runs.records import Record
 from efla.scans.backends import choose_backend
 
 
+def stamp() -> Record:
+    """What every row of results says of its origin."""
+    return {"versions": versions(), "commit": git_commit(), "machine": machine()}
+
+
 @cache
 def versions() -> dict[str, str]:
     """Versions of the software that results depend on."""

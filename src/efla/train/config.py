@@ -41,7 +41,7 @@ class DataOptions:
     """A corpus (python-docs, shakespeare, novels, enwik8), a folder of efla prepare, a file or folder of text, or
     hf:owner/name. Text is tokenized into the output folder first; of a hub's data set, as many tokens as the run needs."""
     data_root: str | None = field(default=None, metadata=_MAY_CHANGE)
-    """Folder with the files of the corpora; default: EFLA_DATA."""
+    """Folder with the files of the corpora (default: EFLA_DATA)."""
     tokenizer: str = "bytes"
     """For text that is not prepared: bytes, mistral, or a tokenizer that transformers loads."""
     column: str = field(default="text", metadata=_MAY_CHANGE)
@@ -71,7 +71,7 @@ class OptimizerOptions:
     final_rate: float = 2e-4
     """Learning rate at the end of the cosine."""
     warmup_steps: int | None = None
-    """Steps of the warm-up; default: a tenth of the steps."""
+    """Steps of the warm-up (default: a tenth of the steps)."""
     betas: tuple[float, float] = (0.9, 0.95)
     """AdamW's betas."""
     eps: float = 1e-8
@@ -103,13 +103,13 @@ class MachineOptions:
     sequence_parallel: Count = 1
     """Ranks over which each row is split."""
     micro_rows: Count | None = None
-    """Rows per forward pass on a device; gradients of the others are accumulated. Default: all rows of the device."""
+    """Rows per forward pass on a device; gradients of the others are accumulated (default: all rows of the device)."""
     gradient_checkpointing: bool = False
     """Keep only each block's input for the backward pass and recompute the rest."""
     compile: bool = False
     """torch.compile every block."""
     threads: Count | None = None
-    """CPU threads; default: torch's."""
+    """CPU threads (default: torch's number)."""
     timeout_minutes: float = 30.0
     """How long ranks wait for each other."""
 

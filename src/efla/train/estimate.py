@@ -5,11 +5,9 @@ import time
 from dataclasses import dataclass
 from typing import Annotated, Any
 
-import torch
 import tyro
 
 from efla.errors import unknown_name
-from efla.models import accounting
 from efla.train.config import TrainConfig
 
 # Dense bfloat16 peak in TFLOP/s and memory in GB of one device, from the data sheets.
@@ -24,13 +22,15 @@ class Machines:
     device: Annotated[str, tyro.conf.arg(name="estimate-device")] = "here"
     """With --dry-run: a device to estimate for (a100, h100, h200, b200, l40s, 4090) instead of this machine."""
     count: Annotated[int | None, tyro.conf.arg(name="estimate-count")] = None
-    """With --dry-run: number of devices to estimate for; default: the processes that torchrun started, or 1."""
+    """With --dry-run: number of devices to estimate for (default: the processes that torchrun started, or 1)."""
     utilisation: float = 0.4
     """With --dry-run: share of the device's peak that training is assumed to reach; a guess, so measure it."""
 
 
 def estimate(config: TrainConfig, machines: Machines) -> dict[str, Any]:
     """Facts and estimates of a run, in the order they are printed."""
+    from efla.models import accounting
+
     if machines.device not in ("here", *DEVICES):
         raise unknown_name("device", machines.device, ("here", *DEVICES))
     model = config.model_config()
@@ -100,6 +100,8 @@ def activation_bytes(config: TrainConfig, tokens: int) -> float:
 
 def _peak_here() -> float:
     """Operations per second of this machine's device: known for some GPUs, else measured on a matrix product."""
+    import torch
+
     if torch.cuda.is_available():
         name = torch.cuda.get_device_name().lower()
         known = next((peak for key, peak in DEVICES.items() if key in name), None)
@@ -118,6 +120,8 @@ def _peak_here() -> float:
 
 
 def _memory_here() -> float:
+    import torch
+
     if torch.cuda.is_available():
         return float(torch.cuda.get_device_properties(0).total_memory)
     try:

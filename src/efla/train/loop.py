@@ -26,10 +26,10 @@ from efla.train.config import TrainConfig
 from efla.train.engine import Engine
 from efla.train.export import export, sample
 from efla.train.optimizer import build_optimizer
-from efla.train.output import MetricsLog, check_resumable, open_output, read_metrics, si
+from efla.train.output import DATA, MetricsLog, check_resumable, open_output, read_metrics, record_config, si
 from efla.train.step import StepResult, Validation, train_step, validate
 
-MODEL, CHECKPOINTS, DATA = "model", "checkpoints", "data"
+MODEL, CHECKPOINTS = "model", "checkpoints"
 
 
 @dataclass
@@ -102,6 +102,7 @@ class Run:
         self._resume()
         self.metrics: MetricsLog | None = None
         if engine.is_main:
+            record_config(output, config)
             watch = config.watch
             self.metrics = MetricsLog(output, self.step, tensorboard=watch.tensorboard, wandb=watch.wandb)
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import nn
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
 
 
 def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
@@ -31,6 +32,8 @@ def build_optimizer(
     The state is created here, with the zeros that torch would create at the first step, so that a checkpoint can be
     loaded into it.
     """
+    import torch
+
     can_fuse = all(p.device.type in ("cpu", "cuda") and p.is_floating_point() for p in model.parameters())
     optimizer = torch.optim.AdamW(parameter_groups(model, weight_decay), lr=0.0, betas=betas, eps=eps, fused=can_fuse)
     for group in optimizer.param_groups:

@@ -24,13 +24,12 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from efla.runs import provenance
 from efla.runs.folder import CONFIG, FORMAT, LOCK, lock_folder, require_same, write_config
 from efla.runs.records import Record
 from efla.runs.rows import JsonLog
 from efla.train.config import TrainConfig
 
-METRICS = "metrics.jsonl"
+METRICS, DATA = "metrics.jsonl", "data"
 
 
 @contextmanager
@@ -45,22 +44,27 @@ def open_output(path: Path, config: TrainConfig) -> Iterator[None]:
                 message = f"{file} is not the config of a training run ({error}); choose another --output"
                 raise ValueError(message) from error
             check_resumable(there, config, path)
-        elif others := sorted(file.name for file in path.iterdir() if file.name != LOCK):
+        elif others := sorted(file.name for file in path.iterdir() if file.name not in (LOCK, DATA)):
             raise ValueError(
                 f"{path} holds {', '.join(others[:3])} but no {CONFIG} of a run; nothing was changed. Choose another --output"
             )
-        else:
-            record = {
-                "format": FORMAT,
-                "config": config.record(),
-                "fixed": config.resume_key(),
-                "model": json.loads(config.model_config().to_json_string()),
-                "versions": provenance.versions(),
-                "commit": provenance.git_commit(),
-                "machine": provenance.machine(),
-            }
-            write_config(path, record)
         yield
+
+
+def record_config(path: Path, config: TrainConfig) -> None:
+    """Write the config of a new run, whose data and model were accepted; from now on the folder is of this run only."""
+    if (path / CONFIG).exists():
+        return
+    from efla.runs import provenance
+
+    record = {
+        "format": FORMAT,
+        "config": config.record(),
+        "fixed": config.resume_key(),
+        "model": json.loads(config.model_config().to_json_string()),
+        **provenance.stamp(),
+    }
+    write_config(path, record)
 
 
 def check_resumable(there: Record, config: TrainConfig, path: Path) -> None:

@@ -11,11 +11,11 @@ import torch
 from rich.console import Console
 
 from efla import testing
-from efla.bench.gpu import conformance, run_module, throughput
+from efla.bench.gpu import conformance, report, run_module, throughput
 from efla.bench.gpu.compile import CompiledKernel, _Recorder, parse_amdgcn, parse_cuobjdump, requests
 from efla.bench.gpu.target import TARGETS, get_target
 from efla.bench.gpu.traffic import Traffic, total_bytes
-from efla.cli import gpu_check, main
+from efla.cli import main
 
 KERNEL = CompiledKernel(
     launch=1, target="gfx942", width=256, dtype="bfloat16", operation="chunk_comba", kernel="state_kernel", config="BV 32",
@@ -24,13 +24,13 @@ KERNEL = CompiledKernel(
 
 
 def test_without_the_package_the_command_names_the_extra(capsys, monkeypatch):
-    monkeypatch.setattr(gpu_check, "missing", "needs flash-linear-attention: pip install 'efla[gpu]'")
+    monkeypatch.setattr("efla.scans.backends.fla.missing", "needs flash-linear-attention: pip install 'efla[gpu]'")
     assert main(["gpu-check"]) == 1
     assert "efla[gpu]" in capsys.readouterr().err
 
 
 def test_bad_arguments_are_explained(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(gpu_check, "missing", None)
+    monkeypatch.setattr("efla.scans.backends.fla.missing", None)
     assert main(["gpu-check", "--targets", "sm_9"]) == 1
     assert "did you mean 'sm_90'" in capsys.readouterr().err
     (tmp_path / "there.json").write_text("precious")
@@ -85,10 +85,10 @@ def test_a_compiled_kernel_is_printed_once_and_a_compiler_error_is_a_result(caps
 
 def test_a_kernel_that_fits_in_another_configuration_is_fine(capsys):
     too_big = replace(KERNEL, config="BV 64", shared=69632, problem="shared memory 69,632 > 65,536 bytes")
-    assert gpu_check.report_kernels(Console(soft_wrap=True), [too_big, KERNEL], verbose=True)
+    assert report.kernels(Console(soft_wrap=True), [too_big, KERNEL], verbose=True)
     assert "69,632 > 65,536" in capsys.readouterr().out
     another_launch = replace(KERNEL, launch=2)
-    assert not gpu_check.report_kernels(Console(soft_wrap=True), [too_big, another_launch], verbose=False)
+    assert not report.kernels(Console(soft_wrap=True), [too_big, another_launch], verbose=False)
     assert "fits in no configuration on gfx942 at width 256" in capsys.readouterr().out
 
 
@@ -100,7 +100,7 @@ def test_bytes_are_counted_once_per_tensor():
 def test_the_roofline_is_bandwidth_over_bytes(capsys):
     rows = [Traffic(rule, "chunk_delta_rule", 128, 5000, 500, 10000, 500) for rule in ("delta", "efla")]
     assert rows[0].training_bound("A100 80 GB SXM") == pytest.approx(2.039e12 / 16000)
-    gpu_check.report_traffic(Console(soft_wrap=True), [rows[0], replace(rows[1], backward_around=4500.0)])
+    report.traffic(Console(soft_wrap=True), [rows[0], replace(rows[1], backward_around=4500.0)])
     assert "1.25" in capsys.readouterr().out
 
 
@@ -168,14 +168,14 @@ def test_the_grid_measures_every_rule_and_work():
     assert len(grid) == 3 * len(throughput.RULES)
     assert all(row.million_tokens > 0 for row in grid)
     assert all(row.against_delta == 1 for row in grid if row.rule == "delta")
-    gpu_check.report_throughput(Console(), grid)
+    report.throughput(Console(), grid)
 
 
 def test_a_wrong_case_is_reported(capsys):
     right = conformance.CaseResult("efla", "packed", 64, "bfloat16", "grad_k", 1e-3, 4e-3)
     skipped = conformance.CaseResult("efla", "packed", 64, "float32", skipped="would multiply in TF32")
     wrong = conformance.CaseResult("delta", "packed", 64, "bfloat16", "grad_k", 1.0, 4e-3, problem="grad_k: error 1.0")
-    assert gpu_check.report_conformance(Console(soft_wrap=True), [right, skipped])
+    assert report.conformance(Console(soft_wrap=True), [right, skipped])
     assert "would multiply in TF32" in capsys.readouterr().out
-    assert not gpu_check.report_conformance(Console(soft_wrap=True), [right, wrong])
+    assert not report.conformance(Console(soft_wrap=True), [right, wrong])
     assert "WRONG" in capsys.readouterr().out

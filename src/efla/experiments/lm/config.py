@@ -12,6 +12,7 @@ from efla.errors import check_names
 from efla.evaluation.table import ACCURACIES
 from efla.experiments.experiment import GridConfig, GridOptions, Group, restrict_grid
 from efla.models import presets
+from efla.models.loading import choose_device
 from efla.runs.records import GRID, Count, Minimum
 
 if TYPE_CHECKING:
@@ -122,7 +123,7 @@ class LmOptions(GridOptions):
     profile: Profile = "quick"
     """quick: minutes, 470,000 parameters. full: hours, resumable, 1.9 million parameters, three seeds of the main pair."""
     data: str | None = None
-    """Folder with corpus/, lambada/, wikitext-2/ and eval/; default: EFLA_DATA. Without one, quick trains on Python's own
+    """Folder with corpus/, lambada/, wikitext-2/ and eval/ (default: EFLA_DATA). Without one, quick trains on Python's own
     documentation and skips the test sets."""
     corpus: Literal["shakespeare", "novels", "enwik8", "python-docs"] | None = None
     """Text to train on instead of the profile's (quick: shakespeare, full: novels)."""
@@ -131,8 +132,8 @@ class LmOptions(GridOptions):
     rates and seeds select a part of the profile's runs; if it lacks one of their combinations, all are run instead."""
     lr_sweep: bool = False
     """Also run delta-l2 and exact-flow at the peak rates 1e-3 and 4e-3."""
-    device: str = "cpu"
-    """cpu or cuda."""
+    device: str = "auto"
+    """auto, cpu or cuda."""
     save_seconds: float = 120.0
     """Training time between two checkpoints of an unfinished cell."""
 
@@ -144,6 +145,8 @@ class LmOptions(GridOptions):
     def config(self) -> LmConfig:
         root = data_folder(self.data)
         changes = self.given("corpus", "steps", "device", "backend", "save_seconds")
+        if self.device == "auto":
+            changes["device"] = choose_device("auto").type
         if root is None and self.corpus is None:
             if self.profile != "quick":
                 raise FileNotFoundError(

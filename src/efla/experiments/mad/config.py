@@ -4,12 +4,11 @@ from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any, Literal
 
-import torch
-
 from efla.errors import check_names
 from efla.experiments.arms import ARMS
 from efla.experiments.experiment import GridConfig, GridOptions, Group, restrict_grid
 from efla.experiments.mad.tasks import SEED, TASKS, Setting, baseline, changed, sweep
+from efla.models.loading import choose_device
 from efla.runs.records import GRID, Count
 
 PAIR = ("delta-l2", "exact-flow")
@@ -177,8 +176,8 @@ class MadOptions(GridOptions):
     """quick: minutes, one seed; full: hours, resumable; reference: all 66 settings with the reference's protocol, for GPUs
     or a Ray cluster (396 runs per arm)."""
     data: str | None = None
-    """Folder with the published data sets, one folder per setting (seed 12345, not the short ones of quick); default:
-    generate the data."""
+    """Folder with the published data sets, one folder per setting (seed 12345, not the short ones of quick) (default:
+    generate the data)."""
     tasks: tuple[str, ...] | None = None
     """Tasks to run instead of all six: in-context-recall, fuzzy-in-context-recall, noisy-in-context-recall,
     selective-copying, compression, memorization."""
@@ -198,8 +197,8 @@ class MadOptions(GridOptions):
     """Learning rate: constant, or cosine to 1e-6 over the budget."""
     precision: Literal["float32", "bfloat16"] | None = None
     """float32, or bfloat16 autocast with float32 weights (default of the reference profile on a GPU)."""
-    device: str | None = None
-    """cpu or cuda; default: a GPU for the reference profile if there is one, else the CPU."""
+    device: str = "auto"
+    """auto (a GPU for the reference profile if there is one, else the CPU), cpu or cuda."""
     gpu_share: float = 1.0
     """Share of a GPU that a run requests from a Ray cluster (--executor ray): 0.25 puts four on one."""
     bit_exact: bool = False
@@ -208,7 +207,9 @@ class MadOptions(GridOptions):
     """Fuzzy recall: always show the probe before asking for it (the reference does not in 2% of the instances)."""
 
     def config(self) -> MadConfig:
-        device = self.device or ("cuda" if self.profile == "reference" and torch.cuda.is_available() else "cpu")
+        device = self.device
+        if device == "auto":
+            device = choose_device("auto").type if self.profile == "reference" else "cpu"
         if self.data is not None and self.profile == "quick":
             raise ValueError(
                 "the published data sets have none of quick's short settings; leave --data out, or choose --profile full "

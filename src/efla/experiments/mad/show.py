@@ -53,16 +53,16 @@ def mad(
     """Print an instance of a MAD task: input tokens coloured by kind, and below each its target if it has one.
 
     Args:
-        what: show.
-        task: which task.
-        index: which instance of the set.
-        training: of the training set (recall: every next token is a target) instead of the test set.
-        seed: seed of the set.
-        vocab_size: instead of the baseline's.
-        seq_len: instead of the baseline's.
-        frac_noise: share of noise pairs (noisy recall) instead of the baseline's.
-        num_tokens_to_copy: content tokens (selective copying) instead of the baseline's.
-        guarantee_probe: fuzzy recall always shows its probe before it asks for it.
+        what: Show.
+        task: Which task.
+        index: Which instance of the set.
+        training: An instance of the training set (recall: every next token is a target) instead of the test set.
+        seed: Seed of the set.
+        vocab_size: Size of the vocabulary, instead of the baseline's.
+        seq_len: Tokens of the sequence, instead of the baseline's.
+        frac_noise: Share of noise pairs (noisy recall) instead of the baseline's.
+        num_tokens_to_copy: Content tokens (selective copying) instead of the baseline's.
+        guarantee_probe: Fuzzy recall always shows its probe before it asks for it.
     """
     if index < 0:
         raise ValueError(f"index must be 0 or more, got {index}")
@@ -81,6 +81,7 @@ def mad(
     console.print()
     for line in instance_lines(setting, inputs[index].tolist(), targets[index].tolist(), console.width):
         console.print(line, no_wrap=True, crop=False)
+    console.print(f"next: efla reproduce mad --tasks {task}")
     return 0
 
 

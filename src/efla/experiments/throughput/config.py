@@ -5,12 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
-import torch
-
 from efla.errors import check_names
 from efla.experiments.experiment import Options
 from efla.experiments.lm.config import ARM_ORDER
 from efla.models import presets
+from efla.models.loading import choose_device
 from efla.runs.records import GRID, Count, check_fields
 
 if TYPE_CHECKING:
@@ -94,15 +93,12 @@ class ThroughputOptions(Options):
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto: a GPU if there is one."""
     precision: Precision | None = None
-    """Default: float32 on a CPU, bfloat16 autocast on a GPU."""
+    """Precision of training (default: float32 on a CPU, bfloat16 autocast on a GPU)."""
     backend: str = "auto"
     """Backend of the scan, see `efla doctor`."""
 
     def config(self) -> ThroughputConfig:
-        has_gpu = torch.cuda.is_available()
-        device = ("cuda" if has_gpu else "cpu") if self.device == "auto" else self.device
-        if device == "cuda" and not has_gpu:
-            raise RuntimeError("--device cuda: torch finds no GPU here; use --device cpu")
+        device = choose_device(self.device).type
         size, tokens, lengths, rounds = _PROFILES[device, self.profile]
         return ThroughputConfig(
             profile=self.profile,
