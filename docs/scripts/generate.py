@@ -214,7 +214,8 @@ def main() -> None:
         page.write_text(text)
     figure = headline(sections)
     assert figure is not None
-    save(Figure("robustness", figure.title, figure.note, figure.charts), ROOT / "docs/figures", ("svg",))
+    for name, charts in (("robustness", figure.charts), ("robustness-narrow", figure.charts[:1])):
+        save(Figure(name, figure.title, figure.note, charts), ROOT / "docs/figures", ("svg",))
 
 
 if __name__ == "__main__":

@@ -52,7 +52,7 @@
     const copy = event.target.closest(".copy");
     if (copy) {
       const cells = (row) => [...row.cells].map((cell) => `"${cell.textContent.replaceAll('"', '""')}"`).join(",");
-      const text = [...copy.parentElement.querySelectorAll("tr")].map(cells).join("\n");
+      const text = [...copy.closest(".frame").querySelectorAll("tr")].map(cells).join("\n");
       navigator.clipboard.writeText(text).then(() => { copy.textContent = "Copied"; }, () => { copy.textContent = "Not allowed"; });
     }
   });
