@@ -5,6 +5,9 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 GPU_VENV := .venv-gpu
 GPU_STAMP := $(GPU_VENV)/.installed
+# The set-up leaves compiling to the first import. An environment that keeps bytecode from being written would have every process of
+# the tests compile torch again, about ten seconds each.
+unexport PYTHONDONTWRITEBYTECODE
 # Real data sets, used when they lie beside the project; the commands fall back to embedded data without them.
 ifneq ($(wildcard ../shared/data),)
 export EFLA_DATA ?= $(abspath ../shared/data)
