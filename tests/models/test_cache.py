@@ -106,6 +106,7 @@ def test_the_cache_is_transformers_own_and_is_reordered_copied_and_reset_by_it(f
         torch.testing.assert_close(
             model(tokens, past_key_values=cache).logits, model(tokens).logits, atol=1e-10, rtol=0
         )
+        assert seen_tokens(cache) == 9
 
 
 @pytest.mark.parametrize("fields", MAIN.values(), ids=MAIN)

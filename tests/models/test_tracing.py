@@ -5,10 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._dynamo.testing import CompileCounter
 from torch.export import Dim, export
 from torch.utils.flop_counter import FlopCounterMode
 
 from efla.models import EflaForCausalLM
+from efla.models.cache import seen_tokens
 from tests.models.tiny import ALL, VOCABULARY, random_tokens, tiny_config, tiny_model
 
 
@@ -60,3 +62,31 @@ def test_a_flop_counter_sees_the_same_on_meta_as_on_numbers():
             model(tokens, labels=tokens).loss.backward()
         counts.append(counter.get_total_flops())
     assert counts[0] == counts[1] > 0
+
+
+@pytest.mark.parametrize("name", ["efla", "mamba2"])
+@torch.no_grad()
+def test_decoding_is_compiled_once_for_all_lengths(name):
+    torch._dynamo.reset()
+    model, tokens, counter = tiny_model(**ALL[name], num_hidden_layers=1), random_tokens(2, 40), CompileCounter()
+    compiled = torch.compile(model, backend=counter, fullgraph=True, dynamic=False)
+    expected = model(tokens).logits
+    for _ in range(2):
+        cache = compiled(tokens[:, :9], use_cache=True).past_key_values
+        for t in range(9, 40):
+            logits = compiled(tokens[:, t : t + 1], past_key_values=cache, use_cache=True).logits
+            torch.testing.assert_close(logits[:, 0], expected[:, t], atol=1e-4, rtol=1e-4)
+        assert seen_tokens(cache) == 40
+    assert counter.frame_count == 2  # the prompt, and a token
+
+
+@torch.no_grad()
+def test_a_prompt_read_in_pieces_is_one_graph_a_length():
+    torch._dynamo.reset()
+    model, tokens, counter = tiny_model(num_hidden_layers=1), random_tokens(1, 32), CompileCounter()
+    compiled, cache = torch.compile(model, backend=counter, fullgraph=True, dynamic=False), None
+    for piece in tokens.split(8, dim=1):
+        out = compiled(piece, past_key_values=cache, use_cache=True)
+        cache = out.past_key_values
+    torch.testing.assert_close(out.logits, model(tokens).logits[:, -8:], atol=1e-4, rtol=1e-4)
+    assert counter.frame_count == 2  # without a state, and with one

@@ -56,13 +56,21 @@ def seen_tokens(cache: Cache | None) -> int:
         return 0
     if not _is_all_recurrent(cache):
         return int(cache.get_seq_length())
-    return int(getattr(cache, _SEEN, 0)) if cache.has_previous_state() else 0
+    return int(getattr(cache, _SEEN, None) or 0) if cache.has_previous_state() else 0
+
+
+def is_empty(cache: Cache | None) -> bool:
+    """Whether the cache has seen no token; unlike their number, known without reading a tensor."""
+    return cache is None or not (cache.has_previous_state() if any(cache.is_linear) else cache.get_seq_length())
 
 
 def count_tokens(cache: Cache | None, num_tokens: int) -> None:
-    """Add ``num_tokens`` to the number of tokens seen."""
+    """Add ``num_tokens`` to the number of tokens seen: a tensor, because compiled code is compiled again for another int."""
     if cache is not None and _is_all_recurrent(cache):
-        setattr(cache, _SEEN, seen_tokens(cache) + num_tokens)
+        seen = getattr(cache, _SEEN, None)
+        if seen is None:
+            seen = cache.layers[0].recurrent_states[0].new_zeros((), dtype=torch.int64)
+        setattr(cache, _SEEN, seen + num_tokens)
 
 
 def _is_all_recurrent(cache: Cache) -> bool:
@@ -100,10 +108,8 @@ def _crop(cache: Any, tokens_to_remove: int) -> None:
                 f"cache.activate_past_recording(), for at least the last {REWINDABLE} tokens; take back or draft fewer, or "
                 "go on from a copy made before them (efla.state.fork)"
             )
-    total = seen_tokens(cache)
     type(cache).crop(cache, tokens_to_remove)
-    if _is_all_recurrent(cache):
-        setattr(cache, _SEEN, total - count)
+    count_tokens(cache, -count)
 
 
 @dataclass
@@ -232,6 +238,8 @@ def adopt(cache: Cache, model: nn.Module, layer_types: list[str]) -> None:
             f"the cache has {len(cache.layers)} layers that do not match the model's {len(layer_types)}; "
             "make it with DynamicCache(config=model.config)"
         )
+    if all(expected) and not cache.has_previous_state():
+        setattr(cache, _SEEN, None)  # after cache.reset()
     if not torch.compiler.is_compiling():
         setattr(cache, _MODEL, weakref.ref(model))
     add_methods(cache)

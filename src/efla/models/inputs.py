@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache
 
-from efla.models.cache import seen_tokens
+from efla.models.cache import is_empty
 from efla.native.rows import position_in_sequence
 from efla.scans.validation import checks_values, has_values
 
@@ -102,6 +102,6 @@ def find_packing(
             raise ValueError("packed sequences (cu_seqlens) take no attention_mask; pad or pack, not both")
         check_row_starts(given, batch_size, length)
         return given.to(torch.int32)
-    if attention_mask is None and length > 1 and (past_key_values is None or not seen_tokens(past_key_values)):
+    if attention_mask is None and length > 1 and is_empty(past_key_values):
         return packed_boundaries(position_ids, batch_size, length)
     return None
