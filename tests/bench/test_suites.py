@@ -31,8 +31,24 @@ class Small(NamedTuple):
 SMALL = {
     "scan": Small(
         scan,
-        {"HEADLINE": [TINY] * 2, "LENGTHS": [16, 32], "DECODE_BATCHES": [1], "SGEMM_SIZE": 16, "SAMPLE_SECONDS": 0.0},
-        {"native", "chunked", "transformers", "softmax attention", "sgemm", "efla"},
+        {
+            "HEADLINE": [TINY] * 2,
+            "LENGTHS": [16, 32],
+            "DECODE_BATCHES": [1],
+            "SGEMM_SIZE": 16,
+            "SAMPLE_SECONDS": 0.0,
+            "CALLS": 2,
+        },
+        {
+            "native",
+            "chunked",
+            "transformers",
+            "softmax attention",
+            "sgemm",
+            "efla",
+            "bound functions",
+            "autograd alone",
+        },
         ("forward+backward B1 T24 H1 D16", "transformers "),
     ),
     "models": Small(

@@ -14,7 +14,9 @@ from torch import Tensor
 
 import efla
 from efla.bench import Suite, sgemm
+from efla.native import kernels
 from efla.runs.timing import Contender, Measurement, compare
+from efla.scans.backends import native
 
 SGEMM_SIZE = 2048
 FORWARD_FLOPS = 6
@@ -43,6 +45,7 @@ HEADLINE = [Size(1, 4096, 8, 64), Size(1, 4096, 8, 128), Size(128, 784, 1, 64)]
 LENGTHS = [512, 1024, 2048, 4096, 8192, 16_384, 32_768, 65_536]
 SAMPLE_SECONDS = 0.03
 DECODE_BATCHES = [1, 4, 16, 64]
+CALLS = 256  # in a sample of the overhead
 # Above this length the quadratic and the plain-torch contenders take minutes and show nothing new.
 LONGEST_PEER = 16_384
 YARDSTICK_LENGTH = 4096
@@ -121,7 +124,60 @@ def decode(threads: int, rounds: int) -> Iterator[list[Measurement]]:
             )
 
 
-SUITES: dict[str, Suite] = {"headline": headline, "rules": rules, "lengths": lengths, "decode": decode}
+def overhead(threads: int, rounds: int) -> Iterator[list[Measurement]]:
+    """A decoded token and a training call on one head of width 16, where nearly all is overhead, beside the bound C++ functions.
+
+    Those of training write to tensors that exist. "autograd alone" differentiates a function of the same tensors that
+    computes nothing.
+    """
+    token, tokens = Size(1, 1, 1, 16), Size(1, 16, 1, 16)
+    q, k, v, beta, _ = made = inputs(tokens, "efla")
+    o, state, saved = torch.empty_like(v), torch.zeros(1, 1, 16, 16), torch.empty(0)
+    given = (q, k, v, None, None, None, None, beta, None, None)
+    grads = [None if x is None else torch.empty_like(x) for x in given[:9]]
+    settings = native.rule_code(efla.rules.get("efla")), "", 0.25
+    leaves = [x.clone().requires_grad_() for x in made.present()]
+
+    def bound() -> None:
+        kernels.forward(*given, o, state, saved, *settings, False, True, threads)
+        kernels.backward(*given, saved, o, None, *grads, *settings, threads)
+
+    decoding: dict[str, Callable[[], object]] = {
+        "native": attention_call(token, "efla", work="decoding"),
+        "bound function": partial(
+            native.decode, *inputs(token, "efla"), "efla", False, None, state.clone(), True, True, True
+        ),
+    }
+    training: dict[str, Callable[[], object]] = {
+        "native": attention_call(tokens, "efla", work="training"),
+        "bound functions": bound,
+        "autograd alone": _with_gradients(lambda: (_Nothing.apply(*leaves), None), leaves),  # type: ignore[no-untyped-call]
+    }
+    for work, calls in ((f"decode {token}", decoding), (f"forward+backward {tokens}", training)):
+        contenders = [Contender(name, call, repeats=CALLS) for name, call in calls.items()]
+        yield compare(f"overhead, {work}", contenders, threads=threads, rounds=3 * rounds)
+
+
+class _Nothing(torch.autograd.Function):
+    """Saves its four inputs, returns an empty output and empty gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, *tensors: Tensor) -> Tensor:
+        ctx.save_for_backward(*tensors)
+        return torch.empty_like(tensors[2])
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, ...]:  # type: ignore[override]
+        return tuple(map(torch.empty_like, ctx.saved_tensors))
+
+
+SUITES: dict[str, Suite] = {
+    "headline": headline,
+    "rules": rules,
+    "lengths": lengths,
+    "decode": decode,
+    "overhead": overhead,
+}
 
 
 class Inputs(NamedTuple):

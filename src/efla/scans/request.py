@@ -1,6 +1,7 @@
 """What a scan computes (request, result, gradients), and the interface of a backend."""
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple, Protocol
 
 import torch
@@ -57,7 +58,7 @@ class ScanRequest:
     def num_value_heads(self) -> int:
         return self.v.shape[2]
 
-    @property
+    @cached_property
     def compute_dtype(self) -> torch.dtype:
         return compute_dtype(self.q, self.k, self.v, self.initial_state)
 
@@ -121,8 +122,10 @@ class Backend(Protocol):
 
 def compute_dtype(*tensors: Tensor | None) -> torch.dtype:
     """float64 if any tensor is, else float32: scans never accumulate in half precision."""
-    wide = any(t is not None and t.dtype == torch.float64 for t in tensors)
-    return torch.float64 if wide else torch.float32
+    for t in tensors:
+        if t is not None and t.dtype == torch.float64:
+            return torch.float64
+    return torch.float32
 
 
 def sequence_boundaries(batch: int, length: int, cu_seqlens: Tensor | None) -> list[int]:
