@@ -11,6 +11,8 @@ from transformers import DataCollatorWithFlattening, DynamicCache
 
 from efla.integrations import transformers as integration
 from efla.integrations.transformers import FUNCTIONS, accelerate_cpu
+from efla.native import kernels
+from efla.scans.backends import native
 
 FAMILIES = {
     "qwen3_next": ("Qwen3NextConfig", "Qwen3NextForCausalLM"),
@@ -89,6 +91,28 @@ def test_same_logits_and_same_tokens(family):
             fast_tokens = model.generate(ids, max_new_tokens=12, do_sample=False)
     assert float((got - expected).abs().max()) <= 1e-4
     assert torch.equal(fast_tokens, tokens)
+
+
+@pytest.mark.skipif(kernels is None, reason="the kernels were not built")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["float32", "float64"])
+@torch.no_grad()
+def test_a_cached_token_of_qwen35_is_one_kernel_between_the_products(dtype, monkeypatch):
+    steps = []
+    step = native.step_in_place
+    monkeypatch.setattr(native, "step_in_place", lambda *args: (steps.append(args[0]), step(*args))[1])
+    model = small_model("qwen3_5").to(dtype)
+    ids = torch.randint(3, 97, (2, 20), generator=torch.Generator().manual_seed(1))
+    states = []
+    for accelerated in (False, True):
+        cache = model(ids[:, :12], use_cache=True).past_key_values
+        with accelerate_cpu() if accelerated else warnings.catch_warnings():
+            logits = [model(ids[:, t : t + 1], past_key_values=cache).logits for t in range(12, 20)]
+            logits.append(model(ids[:, :3], past_key_values=cache).logits)  # goes on from the states
+        kept = [x for layer in cache.layers[:3] for x in (layer.conv_states[0], layer.recurrent_states[0])]
+        states.append([*logits, *kept])
+        assert steps == ["mixer_step"] * (8 * 3 if accelerated else 0)
+    for plain, fast in zip(*states, strict=True):
+        torch.testing.assert_close(fast, plain, rtol=1e-4, atol=1e-4 if dtype == torch.float32 else 1e-6)
 
 
 def test_gradients_are_the_same():

@@ -23,16 +23,18 @@ import warnings
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType, TracebackType
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from transformers.activations import ACT2FN, SiLUActivation
 
-from efla.layers.blocks import SwiGLU
+from efla import rules
+from efla.layers.blocks import SwiGLU, apply_linear, is_plain, plain_weights
 from efla.models.inputs import boundaries_of_positions, boundaries_of_starts, find_packing, positions_of_packed
 from efla.native import rows
 from efla.scans.api import linear_attention
+from efla.scans.backends import native
 from efla.scans.validation import checks_values
 
 _INPUTS = ("input_ids", "attention_mask", "position_ids", "past_key_values", "inputs_embeds", "use_cache")
@@ -152,6 +154,8 @@ def _replacements() -> list[tuple[ModuleType | type, str, Callable[[Callable[...
         for owner in [value for value in vars(module).values() if inspect.isclass(value)]:
             if method := _LAYERS.get(_names_used(owner)):
                 found.append((owner, "forward", functools.partial(_call_on_cpu, method)))
+            elif {"in_proj_qkv", "causal_conv1d_update"} <= _names_used(owner) <= _GATED_DELTA_NET:
+                found.append((owner, "forward", _with_decoding))
         found += [(model, "forward", _with_packing) for model in _text_models(module)]
     return found
 
@@ -331,6 +335,53 @@ def swiglu_mlp(self: Any, x: Tensor) -> Tensor:
     return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))  # type: ignore[no-any-return]
 
 
+def _with_decoding(original: Callable[..., Any]) -> Callable[..., Any]:
+    """A token after a cached state by one kernel between the products; everything else by the original."""
+
+    def forward(
+        self: Any, hidden_states: Tensor, cache_params: Any = None, attention_mask: Tensor | None = None, **kwargs: Any
+    ) -> Any:
+        if hidden_states.shape[1] == 1 and cache_params is not None and attention_mask is None:
+            y = _decode(self, hidden_states, cache_params) if kwargs.get("cu_seq_lens_q") is None else None
+            if y is not None:
+                return y
+        return original(self, hidden_states, cache_params=cache_params, attention_mask=attention_mask, **kwargs)
+
+    return forward
+
+
+def _decode(self: Any, x: Tensor, cache: Any) -> Tensor | None:
+    """The output [B, 1, d] of a layer with Qwen3.5's parameters; ``None`` where the kernels do not apply."""
+    conv_state, memory = cache.get_conv_state(self.layer_idx), cache.get_recurrent_state(self.layer_idx)
+    maps = [getattr(self, name, None) for name in ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj")]
+    weights = None if memory is None or None in maps else plain_weights(maps)
+    if (
+        weights is None
+        or getattr(cache.layers[self.layer_idx], "record_past", False)
+        or not (is_plain(self.conv1d, nn.Conv1d) and is_plain(self.norm, type(self.norm)))
+        or self.conv1d.bias is not None
+        or {self.activation, self.norm.activation} - {"silu", "swish"}
+        or not rows.kernels_take(conv_state, memory, self.conv1d.weight, self.A_log, self.dt_bias, self.norm.weight)
+    ):
+        return None
+    projected = rows.products(x, cast(list[Tensor], weights[:4]))
+    if projected is None:
+        return None
+    qkv, z, b, a = projected
+    widths = (self.key_dim, self.key_dim, self.value_dim)
+    past, y = conv_state[..., 1:].contiguous(), torch.empty_like(z)
+    done = native.step_in_place(
+        "mixer_step", (memory,), *qkv.split(widths, -1), b, a, z, *self.conv1d.weight.split(widths), past, memory,
+        self.A_log, self.dt_bias, self.norm.weight, y, native.rule_code(rules.get("gated_delta")), True,
+        self.head_k_dim**-0.5, 1.0, self.norm.variance_epsilon,
+    )  # fmt: skip
+    if not done:
+        return None
+    conv_state[..., 0] = conv_state[..., 1]  # transformers keeps one input more than the convolution reads
+    conv_state[..., 1:] = past
+    return apply_linear(y, self.out_proj)
+
+
 _PLAIN = frozenset(["dtype", "to", "torch", "float32", "pow", "mean", "rsqrt", "variance_epsilon", "weight"])
 # By all names that the code of a layer's forward uses: a forward that does more than these is left alone.
 _LAYERS: dict[frozenset[str], Callable[..., Any]] = {
@@ -339,12 +390,20 @@ _LAYERS: dict[frozenset[str], Callable[..., Any]] = {
     frozenset(["_norm", "float", "weight", "type_as", "torch", "rsqrt", "pow", "mean", "eps"]): rms_norm_zero_centered,
     frozenset(["gate_proj", "up_proj", "down_proj", "act_fn"]): swiglu_mlp,
 }
+_GATED_DELTA_NET = frozenset(
+    "A_log F activation apply_mask_to_padding_states bias causal_conv1d_fn causal_conv1d_update conv1d conv_kernel_size dt_bias "
+    "exp float get_conv_state get_recurrent_state head_k_dim head_v_dim in_proj_a in_proj_b in_proj_qkv in_proj_z "
+    "is_recording_past key_dim layer_idx norm out_proj pop reshape shape sigmoid softplus split squeeze torch "
+    "torch_chunk_gated_delta_rule torch_recurrent_gated_delta_rule transpose update_conv_state update_recurrent_state "
+    "value_dim weight".split()
+)
 
 
 def _names_used(owner: type) -> frozenset[str]:
     """The names in a class's own ``forward`` and in the ``_norm`` of a norm."""
     methods = [vars(owner).get(name) for name in ("forward", "_norm")]
-    return frozenset(name for method in methods if inspect.isfunction(method) for name in method.__code__.co_names)
+    codes = [inspect.unwrap(method).__code__ for method in methods if inspect.isfunction(method)]
+    return frozenset(name for code in codes for name in code.co_names)
 
 
 # Packed sequences.
