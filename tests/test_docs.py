@@ -102,6 +102,22 @@ def test_the_speed_table_takes_new_files_and_keeps_ratios_within_one_run(generat
     assert generate.speed_table(tmp_path).endswith("AVX-512: M, 1 thread; AVX2: M, 2 threads.")
 
 
+def test_tables_of_products_and_runtimes_show_every_row(generate, tmp_path):
+    assert generate.products_table(tmp_path) == generate.runtimes_table(tmp_path) == "Not measured yet."
+    facts = {"machine": "M", "date": "2026-01-01T00:00:00"}
+    times = {"model": 0.002, "its products": 0.001, "ONNX Runtime": 0.003}
+    rows = [{"work": "decode batch 1, tiny", "threads": 2, "contender": c, "median": t} for c, t in times.items()]
+    (tmp_path / "products-avx2.json").write_text(json.dumps({**facts, "rows": rows}))
+    assert "| decode batch 1, tiny | 2 | 2 ms | 1 ms | 2.00 | 1.50 |" in generate.products_table(tmp_path)
+    row = {"model": "tiny", "contender": "ONNX Runtime int8", "threads": 1, "per_second": 1234.5, "bytes": 5e5}
+    row |= {"held_out_loss": 1.5, "same_tokens": False}
+    record = {**facts, "trained": {"tiny": "300 steps"}, "rows": [row]}
+    (tmp_path / "runtimes-avx2.json").write_text(json.dumps(record))
+    table = generate.runtimes_table(tmp_path)
+    assert "| tiny | ONNX Runtime int8 | 1 | 1,234 | 0.50 MB | 1.5000 | no |" in table
+    assert "M, 2026-01-01. Trained for tiny: 300 steps." in table
+
+
 @pytest.mark.skipif(importlib.util.find_spec("mkdocs") is None, reason="needs the extra docs: make docs")
 def test_the_site_builds_without_a_warning_and_needs_no_network(tmp_path):
     environment = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}

@@ -1,4 +1,6 @@
-"""Write what is generated: README.md's tables and figure, the pages of claims and of the command line. Run ``make readme``.
+"""Write what is generated: tables of README.md and of the page on speed, a figure, the pages of claims and of the command line.
+
+Run ``make readme``.
 
 Speed comes from the rows of benchmarks/results, claims and figures from those of results/. New files there are picked up.
 """
@@ -17,6 +19,7 @@ from typing import Any, NamedTuple
 
 ROOT = Path(__file__).parents[2]
 README, CLAIMS, COMMAND_LINE = ROOT / "README.md", ROOT / "docs/results/claims.md", ROOT / "docs/reference/cli.md"
+SPEED = ROOT / "docs/explanation/speed.md"
 
 WORKS = {
     "forward B1 T4096 H8 D64": "forward, 4,096 tokens, 8 heads of 64",
@@ -80,6 +83,46 @@ def speed_table(folder: Path = ROOT / "benchmarks/results") -> str:
     return f"{_table(lines)}\n\n{'; '.join(machines)}{', unless a cell says otherwise' if varied else ''}."
 
 
+def products_table(folder: Path = ROOT / "benchmarks/results") -> str:
+    """Models beside their own matrix products and ONNX Runtime, a row per work and number of threads of ``products-*.json``."""
+    lines = [["work", "threads", "model", "its products", "model / products", "ONNX Runtime / model"], ["---"] * 6]
+    machines = []
+    for record in _records(folder, "products-*.json"):
+        works: dict[tuple[str, int], dict[str, float]] = {}
+        for row in record["rows"]:
+            works.setdefault((row["work"], row["threads"]), {})[row["contender"]] = row["median"]
+        for (work, threads), seconds in works.items():
+            model, floor, onnx = (seconds.get(name) for name in ("model", "its products", "ONNX Runtime"))
+            if model is None or floor is None:
+                continue
+            ratio = "" if onnx is None else f"{onnx / model:.2f}"
+            lines.append([work, str(threads), _time(model), _time(floor), f"{model / floor:.2f}", ratio])
+        machines.append(f"{record['machine']}, {record['date'][:10]}")
+    return f"{_table(lines)}\n\n{'; '.join(dict.fromkeys(machines))}." if machines else "Not measured yet."
+
+
+def runtimes_table(folder: Path = ROOT / "benchmarks/results") -> str:
+    """Tokens per second, size and held-out loss, a row per model, runtime and number of threads of ``runtimes-*.json``."""
+    lines = [["model", "runtime", "threads", "tokens/s", "file", "held-out loss", "torch's tokens"], ["---"] * 7]
+    notes = []
+    for record in _records(folder, "runtimes-*.json"):
+        for row in record["rows"]:
+            cells = [row["model"], row["contender"], str(row["threads"]), f"{row['per_second']:,.0f}"]
+            cells += [
+                f"{row['bytes'] / 1e6:,.2f} MB",
+                f"{row['held_out_loss']:.4f}",
+                "yes" if row["same_tokens"] else "no",
+            ]
+            lines.append(cells)
+        steps = "; ".join(f"{name}: {how}" for name, how in record["trained"].items())
+        notes.append(f"{record['machine']}, {record['date'][:10]}. Trained for {steps}.")
+    return f"{_table(lines)}\n\n{' '.join(notes)}" if notes else "Not measured yet."
+
+
+def _records(folder: Path, pattern: str) -> list[dict[str, Any]]:
+    return [json.loads(path.read_text()) for path in sorted(folder.glob(pattern))]
+
+
 class Group(NamedTuple):
     """One piece of work in one run: our median, and every contender's time by ours."""
 
@@ -110,14 +153,16 @@ def _groups(record: dict[str, Any]) -> list[Group]:
     return groups
 
 
+def _time(seconds: float) -> str:
+    return next(f"{seconds * 10**p:.3g} {unit}" for p, unit in ((0, "s"), (3, "ms"), (6, "µs")) if seconds * 10**p >= 1)
+
+
 def _speed(group: Group, usual_threads: int) -> str:
-    seconds = group.seconds
-    time = next(f"{seconds * 10**p:.3g} {unit}" for p, unit in ((0, "s"), (3, "ms"), (6, "µs")) if seconds * 10**p >= 1)
     others = ", ".join(
         f"{NAMES.get(name, name)} **{ratio:.1f}\N{MULTIPLICATION SIGN}**"
         for name, ratio in sorted(group.ratios.items(), key=lambda p: p[1])
     )
-    return f"{time}; {others}" + (f" ({_threads(group.threads)})" if group.threads != usual_threads else "")
+    return f"{_time(group.seconds)}; {others}" + (f" ({_threads(group.threads)})" if group.threads != usual_threads else "")
 
 
 def _threads(count: int) -> str:
@@ -192,11 +237,12 @@ def filled(text: str, tables: dict[str, str]) -> str:
 
 
 def pages(sections: Sequence[Any]) -> dict[Path, str]:
-    """README.md with its tables, and the page of claims, as the rows say."""
+    """README.md and the page on speed with their tables, and the page of claims, as the rows say."""
     from efla.report.page import claims_page
 
     readme = filled(README.read_text(), {"speed": speed_table(), "claims": claims_table(sections)})
-    return {README: readme, CLAIMS: claims_page(sections)}
+    speed = filled(SPEED.read_text(), {"products": products_table(), "runtimes": runtimes_table()})
+    return {README: readme, SPEED: speed, CLAIMS: claims_page(sections)}
 
 
 def main() -> None:

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 import pytest
+import torch
 
 import efla.bench
 from efla import cli
@@ -20,12 +21,14 @@ TINY = scan.Size(1, 24, 1, 16)
 
 
 class Small(NamedTuple):
-    """A benchmark at a small size: what is replaced in its module, which contenders it times, what it prints."""
+    """A benchmark at a small size: what is replaced in its module, which contenders it times, what it prints, and
+    what is replaced in other modules."""
 
     module: Any
     values: dict[str, Any]
     contenders: set[str]
     printed: tuple[str, ...] = ()
+    others: tuple[tuple[Any, dict[str, Any]], ...] = ()
 
 
 SMALL = {
@@ -56,11 +59,16 @@ SMALL = {
         {
             **{"PREFILL_LENGTH": 16, "CONTEXTS": (20, 40), "HIDDEN": 64, "MLP": 96},
             **{"SIZES": {"efla 4x64": None}, "PROMPT": 16},
-            # Those of Qwen3.5 and of the state have no small size: they take minutes.
-            "SUITES": {name: run for name, run in models.SUITES.items() if name not in {*qwen.SUITES, *state.SUITES}},
+            "SUITES": {
+                **{name: run for name, run in models.SUITES.items() if name != "qwen-wide"},  # as the others, but wide
+                "qwen": qwen.suite(64, 4, torch.float32),
+                "qwen-bfloat16": qwen.suite(64, 4, torch.bfloat16, training=False),
+            },
         },
-        {"transformers Qwen3.5", "efla after 20", "softmax after 40", models.MODEL, models.FLOOR},
+        {"transformers Qwen3.5", "efla after 20", "softmax after 40", models.MODEL, models.FLOOR}
+        | {models.ACCELERATED, "decode, logged", "load"},
         ("as the formula says",),
+        ((qwen, {"LENGTH": 16, "TOKENS": 2, "HEAD_DIM": 16}), (state, {"TOKENS": 2, "CONTEXT": 20, "PIECE": 10})),
     ),
     "train": Small(
         train,
@@ -102,8 +110,9 @@ def bench(monkeypatch, tmp_path):
         if what == "evaluation":
             pytest.importorskip("lm_eval", reason="the extra 'eval' is not installed")
             monkeypatch.setenv("EFLA_DATA", str(write_small_data(tmp_path / "data")))
-        for name, value in SMALL[what].values.items():
-            monkeypatch.setattr(SMALL[what].module, name, value)
+        for module, values in ((SMALL[what].module, SMALL[what].values), *SMALL[what].others):
+            for name, value in values.items():
+                monkeypatch.setattr(module, name, value)
         return cli.main(["bench", what, "--rounds", "2", *map(str, options)])
 
     return run

@@ -1,6 +1,10 @@
 """Whole models compared with transformers models of the same size, and the cost of a token at different context lengths."""
 
+import tempfile
 from collections.abc import Callable, Iterator
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -8,6 +12,7 @@ import torch
 import efla
 from efla.bench import Suite, qwen, state
 from efla.bench.qwen import ACCELERATED, FLOOR, TRANSFORMERS, accelerated, products
+from efla.bench.scan import SAMPLE_SECONDS
 from efla.models.accounting import state_bytes
 from efla.runs.timing import Contender, Measurement, compare, training_step
 
@@ -18,6 +23,7 @@ PREFILL_CHUNK = 4096
 # Sizes that are compared with their own matrix products: name -> preset, or none for ``efla_model`` of the rule named first.
 SIZES = {
     "efla-tiny": "efla-tiny",
+    "gated-efla-tiny": "gated-efla-tiny",
     "efla 4x512": None,
     "gated_efla 4x512": None,
     "efla-340m": "efla-340m",
@@ -25,7 +31,7 @@ SIZES = {
 }
 BATCHES = (1, 8)
 PROMPT = 512
-MODEL = "model"
+MODEL, ONNX = "model", "ONNX Runtime"
 
 
 def random_model(**fields: Any) -> Any:
@@ -110,15 +116,22 @@ def contexts(threads: int, rounds: int) -> Iterator[list[Measurement]]:
 
 
 def decode(threads: int, rounds: int) -> Iterator[list[Measurement]]:
-    """One decoded token against the model's own matrix products (``F.linear`` at the same shapes)."""
+    """One decoded token against the model's own matrix products (``F.linear`` at the same shapes) and ONNX Runtime."""
     for size, model in _sized_models():
+        runner = _onnx_runner(model, threads)
         for batch in BATCHES:
             tokens = torch.randint(model.config.vocab_size, (batch, PROMPT), generator=torch.Generator().manual_seed(0))
             with torch.inference_mode():
                 cache = model(tokens, use_cache=True, logits_to_keep=1).past_key_values
             calls = {MODEL: _decode_call(model, cache, batch), FLOOR: products(model, batch, batch)}
+            if runner is not None:
+                _, state = runner(tokens.numpy())
+                calls[ONNX] = partial(runner, tokens[:, :1].numpy(), state)
             contenders = [Contender(name, torch.inference_mode()(call)) for name, call in calls.items()]
-            yield compare(f"decode batch {batch}, {size}", contenders, threads=threads, rounds=3 * rounds, items=batch)
+            yield compare(
+                f"decode batch {batch}, {size}", contenders, threads=threads, rounds=3 * rounds, items=batch,
+                sample_seconds=SAMPLE_SECONDS,
+            )  # fmt: skip
 
 
 def prefill(threads: int, rounds: int) -> Iterator[list[Measurement]]:
@@ -137,6 +150,19 @@ def step(threads: int, rounds: int) -> Iterator[list[Measurement]]:
         calls = {MODEL: _training_call(model, tokens), FLOOR: products(model, PROMPT, PROMPT, backward=True)}
         contenders = [Contender(name, call) for name, call in calls.items()]
         yield compare(f"training step {PROMPT}, {size}", contenders, threads=threads, rounds=rounds, items=PROMPT)
+
+
+def _onnx_runner(model: Any, threads: int) -> Any:
+    """The exported model on ONNX Runtime, or ``None`` where the extra 'onnx' is not installed."""
+    if find_spec("onnx") is None or find_spec("onnxruntime") is None:
+        print("ONNX Runtime: skipped, pip install 'efla[onnx]'")
+        return None
+    from efla.models import export_onnx
+    from efla.onnx import Runner
+
+    with tempfile.TemporaryDirectory() as folder:
+        export_onnx(model, Path(folder) / "model.onnx", last_logits=True)
+        return Runner(Path(folder) / "model.onnx", num_threads=threads)
 
 
 def _sized_models() -> Iterator[tuple[str, Any]]:

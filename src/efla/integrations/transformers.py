@@ -390,13 +390,14 @@ _LAYERS: dict[frozenset[str], Callable[..., Any]] = {
     frozenset(["_norm", "float", "weight", "type_as", "torch", "rsqrt", "pow", "mean", "eps"]): rms_norm_zero_centered,
     frozenset(["gate_proj", "up_proj", "down_proj", "act_fn"]): swiglu_mlp,
 }
-_GATED_DELTA_NET = frozenset(
-    "A_log F activation apply_mask_to_padding_states bias causal_conv1d_fn causal_conv1d_update conv1d conv_kernel_size dt_bias "
-    "exp float get_conv_state get_recurrent_state head_k_dim head_v_dim in_proj_a in_proj_b in_proj_qkv in_proj_z "
-    "is_recording_past key_dim layer_idx norm out_proj pop reshape shape sigmoid softplus split squeeze torch "
-    "torch_chunk_gated_delta_rule torch_recurrent_gated_delta_rule transpose update_conv_state update_recurrent_state "
-    "value_dim weight".split()
-)
+_GATED_DELTA_NET = frozenset({
+    "A_log", "F", "activation", "apply_mask_to_padding_states", "bias", "causal_conv1d_fn", "causal_conv1d_update",
+    "conv1d", "conv_kernel_size", "dt_bias", "exp", "float", "get_conv_state", "get_recurrent_state", "head_k_dim",
+    "head_v_dim", "in_proj_a", "in_proj_b", "in_proj_qkv", "in_proj_z", "is_recording_past", "key_dim", "layer_idx",
+    "norm", "out_proj", "pop", "reshape", "shape", "sigmoid", "softplus", "split", "squeeze", "torch",
+    "torch_chunk_gated_delta_rule", "torch_recurrent_gated_delta_rule", "transpose", "update_conv_state",
+    "update_recurrent_state", "value_dim", "weight",
+})  # fmt: skip
 
 
 def _names_used(owner: type) -> frozenset[str]:
