@@ -8,6 +8,9 @@ import pytest
 import torch
 from transformers import DynamicCache, GenerationConfig
 
+from efla import rules
+from efla.native import rows
+from efla.testing import assert_close
 from tests.models.tiny import ALL, EFLA, HYBRID, MAIN, OTHERS, random_tokens, tiny_model
 
 GREEDY = {"do_sample": False, "max_new_tokens": 8}
@@ -203,3 +206,47 @@ def test_generation_settings_travel_with_the_model(tmp_path):
     model.save_pretrained(tmp_path)
     loaded = type(model).from_pretrained(tmp_path)
     assert generate(loaded, random_tokens(1, 4)).shape == (1, 7)
+
+
+EVERY_RULE = {name: {"rule": name} for name in rules.names()} | {
+    "grouped heads": {"rule": "gated_efla", "num_key_heads": 1, "value_head_dim": 24},
+    "mamba2": OTHERS["mamba2"],
+    "hybrid": HYBRID,
+}
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
+
+
+@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
+@pytest.mark.parametrize("fields", EVERY_RULE.values(), ids=EVERY_RULE)
+def test_inference_gives_the_logits_of_the_oracle(fields, dtype):
+    """Padded rows through ``generate`` and packed ones, against the reference scan with gradients, which takes no kernel."""
+    sizes = {"num_hidden_layers": 1, **fields}
+    if "mixers" in fields:
+        sizes |= {"num_hidden_layers": 2, "mixers": fields["mixers"][-2:]}
+    model = tiny_model(**sizes).to(dtype)
+    honest = tiny_model(**sizes, backend="reference").to(dtype)
+    oracle = copy.deepcopy(honest).double()
+    tokens, mask = random_tokens(2, 9), torch.ones(2, 9, dtype=torch.long)
+    mask[0, :4] = 0
+    packed, boundaries = random_tokens(1, 12), torch.tensor([0, 5, 6, 12])
+
+    def infer():
+        options = {"output_logits": True, "return_dict_in_generate": True, **GREEDY}
+        out = model.generate(tokens, attention_mask=mask, **options)
+        return out.sequences, torch.stack(out.logits, 1), model(packed, cu_seqlens=boundaries).logits
+
+    def plain(model):
+        with rows.without_kernels():
+            parts = [model(part, use_cache=False).logits for part in packed.split([5, 1, 6], dim=1)]
+            after = model(read, attention_mask=seen, use_cache=False).logits[:, 8:]
+        return {"generated": after.detach(), "packed": torch.cat(parts, dim=1).detach()}
+
+    found = [mode()(infer)() for mode in (torch.no_grad, torch.inference_mode)]
+    for sequences, generated, from_packed in found:
+        assert torch.equal(sequences, found[0][0])
+        read, seen = sequences[:, :-1].clone(), torch.cat([mask, torch.ones(2, 7, dtype=torch.long)], 1)
+        truth, rounded = plain(oracle), plain(honest)
+        # transformers returns the logits in float32.
+        narrow = torch.float32 if dtype == torch.float64 else dtype
+        assert_close({"generated": generated}, {"generated": truth.pop("generated")}, rounded, precision=narrow)
+        assert_close({"packed": from_packed}, truth, rounded)
