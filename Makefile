@@ -185,7 +185,7 @@ docs: setup
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 	@echo "open site/index.html"
 
-# Tables and figure of README.md, docs/results/claims.md and docs/reference/cli.md, from the rows in results/ and benchmarks/results.
+# Tables and figure of README.md, docs/explanation/speed.md, docs/results/claims.md and docs/reference/cli.md, from the rows in results/ and benchmarks/results.
 readme: setup
 	$(BIN)/python docs/scripts/generate.py
 
