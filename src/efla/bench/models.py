@@ -157,7 +157,7 @@ def _onnx_runner(model: Any, threads: int) -> Any:
     if find_spec("onnx") is None or find_spec("onnxruntime") is None:
         print("ONNX Runtime: skipped, pip install 'efla[onnx]'")
         return None
-    from efla.models import export_onnx
+    from efla.models.onnx_export import export_onnx
     from efla.onnx import Runner
 
     with tempfile.TemporaryDirectory() as folder:

@@ -69,7 +69,8 @@ def count_tokens(cache: Cache | None, num_tokens: int) -> None:
     if cache is not None and _is_all_recurrent(cache):
         seen = getattr(cache, _SEEN, None)
         if seen is None:
-            seen = cache.layers[0].recurrent_states[0].new_zeros((), dtype=torch.int64)
+            layer: Any = cache.layers[0]
+            seen = layer.recurrent_states[0].new_zeros((), dtype=torch.int64)
         setattr(cache, _SEEN, seen + num_tokens)
 
 
