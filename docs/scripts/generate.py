@@ -162,7 +162,9 @@ def _speed(group: Group, usual_threads: int) -> str:
         f"{NAMES.get(name, name)} **{ratio:.1f}\N{MULTIPLICATION SIGN}**"
         for name, ratio in sorted(group.ratios.items(), key=lambda p: p[1])
     )
-    return f"{_time(group.seconds)}; {others}" + (f" ({_threads(group.threads)})" if group.threads != usual_threads else "")
+    return f"{_time(group.seconds)}; {others}" + (
+        f" ({_threads(group.threads)})" if group.threads != usual_threads else ""
+    )
 
 
 def _threads(count: int) -> str:
