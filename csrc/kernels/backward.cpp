@@ -18,7 +18,7 @@ template <class T> struct BackwardScratch {
   T *v, *d_o, *x;  // [64][kRow]
   T *dq, *dk;      // [64][kRow], summed over the task's value heads
   T* states;       // [4][panels][padded_K][32]: before each block
-  T* spare;        // [padded_K][32]
+  T* spare;        // a slice of a state between the quads of the last block
   T* d_states;     // [value heads of the task][panels][padded_K][32]
 
   BackwardScratch(Arena& arena, const Plan& plan) {
@@ -31,7 +31,7 @@ template <class T> struct BackwardScratch {
     size_t panels = (plan.panels + plan.column_parts - 1) / plan.column_parts;
     size_t state = panels * plan.padded_K * kPanel;
     states = arena.allocate<T>(state * kBlocks);
-    spare = arena.allocate<T>(plan.padded_K * kPanel);
+    spare = arena.allocate<T>(plan.padded_K * (kSliceWidth<T> > kPanel ? kSliceWidth<T> : kPanel));
     d_states = arena.allocate<T>(state * heads * plan.task_key_heads);
   }
 };
@@ -49,30 +49,42 @@ inline void load_columns(const Problem& p, const Task& task, const Strided& from
   for (int t = count; t < round_up(count, kBlock); ++t) zero_row(to + t * kRow<T>, padded);
 }
 
-// Computes the states before every block and the rows u_t of the tile. The last block updates a spare panel.
+// The block from token t, in a slice of N vectors at column c: rows u_t and, unless `to` is null, the state after the block.
+template <class T, bool erases, int N>
+inline void recompute_slice(const Problem& p, const BackwardScratch<T>& s, int t, int c, const T* from, T* to,
+                            int64_t panel, Prefetcher& prefetcher) {
+  alignas(64) T pending[kQuad * N * kLanes<T>];
+  T* between = to ? to : s.spare;
+  for (int i = 0; i < kBlock; i += kQuad) {
+    const int at = (t + i) * kRow<T> + c;
+    const T* start = i ? between : from;
+    prefetcher.step();
+    read_quad<T, N, erases, false, true>(s.keys, s.scalars, t + i, kQuad, p.K, s.v + at, kRow<T>, kMaxWidth, nullptr, 0,
+                                         s.x + at, start, panel, pending, SweepPrefetch{});
+    if (to || i + kQuad < kBlock)
+      write_quad<T, N>(s.keys, s.scalars, t + i, p.K, pending, start, between, panel);
+  }
+}
+
+// Computes the states before every block and the rows u_t of the tile.
 template <class T, bool erases>
 inline void recompute(const Problem& p, const BackwardScratch<T>& s, int rows, int panels, int padded_K,
                       Prefetcher& prefetcher) {
-  constexpr int N = kSweepVectors, width = N * kLanes<T>;
-  const size_t panel_size = size_t(padded_K) * kPanel, state_size = panel_size * panels;
-  for (int block = 0; block * kBlock < rows; ++block) {
-    const bool last = (block + 1) * kBlock >= rows;
-    for (int panel = 0; panel < panels; ++panel) {
-      T* from = s.states + block * state_size + panel * panel_size;
-      T* to = last ? s.spare : from + state_size;
-      for (int c = 0; c < kPanel; c += width) {
-        for (int i = 0; i < kBlock; i += kQuad) {
-          const int t = block * kBlock + i, at = t * kRow<T> + panel * kPanel + c;
-          T pending[kQuad * width];
-          const T* start = (i ? to : from) + c;
-          prefetcher.step();
-          read_quad<T, N, erases, false, true>(s.keys, s.scalars, t, kQuad, p.K, s.v + at, kRow<T>, kPanel, nullptr, 0,
-                                               s.x + at, start, pending, SweepPrefetch{});
-          write_quad<T, N>(s.keys, s.scalars, t, p.K, pending, start, to + c);
-        }
+  constexpr int N = kSweepVectors, width = kSliceWidth<T>, last = width > kPanel ? kPanel / kLanes<T> : N;
+  const int64_t panel = int64_t(padded_K) * kPanel, state_size = panel * panels;
+  for (int t = 0; t < rows; t += kBlock) {
+    T* before = s.states + t / kBlock * state_size;
+    T* after = t + kBlock < rows ? before + state_size : nullptr;
+    for (int c = 0; c < panels * kPanel; c += width) {
+      const int64_t at = c / kPanel * panel + c % kPanel;
+      if (panels * kPanel - c > last * kLanes<T>) {
+        recompute_slice<T, erases, N>(p, s, t, c, before + at, after ? after + at : nullptr, panel, prefetcher);
+      } else {
+        recompute_slice<T, erases, last>(p, s, t, c, before + at, after ? after + at : nullptr, panel, prefetcher);
       }
-      for (int j = p.K; j < padded_K; ++j) zero_row(to + j * kPanel, kPanel);
     }
+    for (int i = 0; after && i < panels; ++i)
+      for (int j = p.K; j < padded_K; ++j) zero_row(after + i * panel + j * kPanel, kPanel);
   }
 }
 

@@ -60,49 +60,47 @@ EFLA_INLINE SweepPrefetch prefetch_share(const Problem& p, const SweepPrefetch& 
   return share;
 }
 
-// One value head over one block, all columns of the task. With 32 registers slices run in pairs: while one waits for its
-// triangular solve, the other reads or writes. With 16, the sweep of the queries fills that time (quad.h).
+// One value head over one block and one slice of N vectors, which begins `column` columns after the task's first.
+template <class E, bool erases, int N>
+inline void run_slice(const Problem& p, const Plan& plan, const Task& task, const HeadBlock& now,
+                      const SweepPrefetch& prefetch, const ForwardScratch<Compute<E>>& s, Compute<E>* S, int column) {
+  using T = Compute<E>;
+  constexpr int width = N * kLanes<T>;
+  const int64_t panel = int64_t(plan.padded_K) * kPanel;
+  const int first_column = task.panel_begin * kPanel + column, valid = p.V - first_column;
+  const E* v = at<const E>(p.v, task.batch, task.first_token + now.first, now.head) + first_column;
+  E* o = at<E>(p.o, task.batch, task.first_token + now.first, now.head) + first_column;
+  T* slice = S + column / kPanel * panel + column % kPanel;
+  alignas(64) T pending[kQuad * width];
+  for (int t = 0; t < now.count; t += kQuad, v += kQuad * p.v.token, o += kQuad * p.o.token) {
+    const int tokens = now.count - t;
+    const SweepPrefetch share = prefetch_share<E>(p, prefetch, t, column / kSliceWidth<T>);
+    if (valid >= width && tokens >= kQuad) {
+      read_quad<E, N, erases, true, true>(s.keys, s.scalars, t, kQuad, p.K, v, p.v.token, valid, o, p.o.token, nullptr,
+                                          slice, panel, pending, share);
+    } else {
+      read_quad<E, N, erases, true, false>(s.keys, s.scalars, t, tokens, p.K, v, p.v.token, valid, o, p.o.token,
+                                           nullptr, slice, panel, pending, share);
+    }
+    write_quad<T, N>(s.keys, s.scalars, t, p.K, pending, slice, slice, panel);
+  }
+}
+
+// One value head over one block, all columns of the task. A last panel on its own is a slice of its width.
 template <class E, bool erases>
 inline void run_head_block(const Problem& p, const Plan& plan, const Task& task, const HeadBlock& now,
                            const HeadBlock& next, const ForwardScratch<Compute<E>>& s, Compute<E>* S) {
   using T = Compute<E>;
-  constexpr int N = kSweepVectors, width = N * kLanes<T>, per_panel = kPanel / width;
-  const int first_column = task.panel_begin * kPanel;
-  const int last_column = task.panel_end * kPanel < p.V ? task.panel_end * kPanel : p.V;
-  const int slices = (last_column - first_column + width - 1) / width;
-  const SweepPrefetch prefetch = prefetch_next<E>(p, task, now, next, slices);
-  const E* v = at<const E>(p.v, task.batch, task.first_token + now.first, now.head) + first_column;
-  E* o = at<E>(p.o, task.batch, task.first_token + now.first, now.head) + first_column;
-  alignas(64) T pending[2][kQuad * width];
-  auto state = [&](int slice) {
-    return S + (slice / per_panel) * (size_t(plan.padded_K) * kPanel) + (slice % per_panel) * width;
-  };
-  auto read = [&](int slice, int t, T* u) {
-    const int column = slice * width, valid = p.V - first_column - column, tokens = now.count - t;
-    const SweepPrefetch share = prefetch_share<E>(p, prefetch, t, slice);
-    const E* values = v + t * p.v.token + column;
-    E* outputs = o + t * p.o.token + column;
-    if (valid >= width && tokens >= kQuad) {
-      read_quad<E, N, erases, true, true>(s.keys, s.scalars, t, kQuad, p.K, values, p.v.token, valid, outputs,
-                                          p.o.token, nullptr, state(slice), u, share);
+  constexpr int width = kSliceWidth<T>, N = kSweepVectors, last = width > kPanel ? kPanel / kLanes<T> : N;
+  const int end = task.panel_end * kPanel < p.V ? task.panel_end * kPanel : p.V;
+  const int columns = end - task.panel_begin * kPanel;
+  const SweepPrefetch prefetch = prefetch_next<E>(p, task, now, next, (columns + width - 1) / width);
+  for (int column = 0; column < columns; column += width) {
+    if (columns - column > last * kLanes<T>) {
+      run_slice<E, erases, N>(p, plan, task, now, prefetch, s, S, column);
     } else {
-      read_quad<E, N, erases, true, false>(s.keys, s.scalars, t, tokens, p.K, values, p.v.token, valid, outputs,
-                                           p.o.token, nullptr, state(slice), u, share);
+      run_slice<E, erases, last>(p, plan, task, now, prefetch, s, S, column);
     }
-  };
-  auto write = [&](int slice, int t, const T* u) {
-    write_quad<T, N>(s.keys, s.scalars, t, p.K, u, state(slice), state(slice));
-  };
-  constexpr int together = EFLA_WIDE_REGISTERS ? 2 : 1;
-  for (int slice = 0; slice < slices; slice += together) {
-    const bool pair = together == 2 && slice + 1 < slices;
-    for (int t = 0; t < now.count; t += kQuad) {
-      read(slice, t, pending[0]);
-      if (pair && t) write(slice + 1, t - kQuad, pending[1]);
-      if (pair) read(slice + 1, t, pending[1]);
-      write(slice, t, pending[0]);
-    }
-    if (pair) write(slice + 1, (now.count - 1) / kQuad * kQuad, pending[1]);
   }
 }
 

@@ -1,8 +1,8 @@
 // The inner loops of every scan: 4 tokens (a quad) and one slice of columns of S. Compiled for AVX-512, AVX2 and portable
 // vectors; simd.h sets the vector width.
 //
-//     sweep    k_t^T S0 and q_t^T S0 for the four tokens (sweep_row): with 32 registers in one sweep, with 16 in two, of
-//              4 x 2 accumulators each, so that 8 products need 6 loads
+//     sweep    k_t^T S0, then q_t^T S0 for the four tokens (sweep_row). With 32 registers 4 x 4 accumulators need 8 loads for
+//              16 products, with 16 registers 4 x 2 need 6 for 8
 //     solve    the 4 x 4 triangular system of tokens.h, columns in the lanes
 //     update   S = g S0 + sum_t (D_3t u_t) k_t^T
 #pragma once
@@ -11,8 +11,14 @@
 
 namespace efla::EFLA_ISA {
 
-// Width of a slice in vectors.
-constexpr int kSweepVectors = 2;
+// Width of a slice in vectors. A slice of 16-lane vectors covers two panels.
+constexpr int kSweepVectors = EFLA_WIDE_REGISTERS ? 4 : 2;
+template <class T> constexpr int kSliceWidth = kSweepVectors * kLanes<T>;
+
+// Offset of vector n of a slice in each row of S; `panel` is the size of a panel.
+template <class T> EFLA_INLINE int64_t slice_offset(int n, int64_t panel) {
+  return n * kLanes<T> / kPanel * panel + n * kLanes<T> % kPanel;
+}
 
 // Rows of S that one step of the update handles. 32 registers hold u of the whole quad; with 16, each load of u serves 4 rows.
 constexpr int kUpdateRows = EFLA_WIDE_REGISTERS ? 1 : 4;
@@ -28,9 +34,10 @@ struct SweepPrefetch {
 };
 
 template <class T, int N, bool keys, bool queries>
-EFLA_INLINE void sweep_row(const T* k, const T* q, const T* S, int j, QuadVectors<T, N>& ks, QuadVectors<T, N>& qs) {
+EFLA_INLINE void sweep_row(const T* k, const T* q, const T* S, int64_t panel, int j, QuadVectors<T, N>& ks,
+                           QuadVectors<T, N>& qs) {
   Vec<T> s[N];
-  EFLA_UNROLL_FOR (int n = 0; n < N; ++n) s[n] = load(S + j * kPanel + n * kLanes<T>);
+  EFLA_UNROLL_FOR (int n = 0; n < N; ++n) s[n] = load(S + j * kPanel + slice_offset<T>(n, panel));
   EFLA_UNROLL_FOR (int i = 0; i < kQuad; ++i) {
     if constexpr (keys) {
       Vec<T> b = splat<T>(k[i * kRow<T> + j]);
@@ -44,8 +51,8 @@ EFLA_INLINE void sweep_row(const T* k, const T* q, const T* S, int j, QuadVector
 }
 
 template <class T, int N, bool keys, bool queries>
-EFLA_INLINE void sweep(const T* k, const T* q, const T* S, int rows, QuadVectors<T, N>& ks, QuadVectors<T, N>& qs,
-                       const SweepPrefetch& prefetch) {
+EFLA_INLINE void sweep(const T* k, const T* q, const T* S, int64_t panel, int rows, QuadVectors<T, N>& ks,
+                       QuadVectors<T, N>& qs, const SweepPrefetch& prefetch) {
   EFLA_UNROLL_FOR (int i = 0; i < kQuad; ++i) {
     EFLA_UNROLL_FOR (int n = 0; n < N; ++n) {
       if constexpr (keys) ks[i][n] = Vec<T>{};
@@ -59,22 +66,23 @@ EFLA_INLINE void sweep(const T* k, const T* q, const T* S, int rows, QuadVectors
       const char* row = prefetch.row[stream] + 64 * line;
       for (int i = 0; i < kQuad && j + 2 <= rows; ++i, row += prefetch.stride[stream], j += 2) {
         __builtin_prefetch(row, 0, 2);
-        sweep_row<T, N, keys, queries>(k, q, S, j, ks, qs);
-        sweep_row<T, N, keys, queries>(k, q, S, j + 1, ks, qs);
+        sweep_row<T, N, keys, queries>(k, q, S, panel, j, ks, qs);
+        sweep_row<T, N, keys, queries>(k, q, S, panel, j + 1, ks, qs);
       }
     }
   }
 #pragma GCC unroll 2
-  for (; j < rows; ++j) sweep_row<T, N, keys, queries>(k, q, S, j, ks, qs);
+  for (; j < rows; ++j) sweep_row<T, N, keys, queries>(k, q, S, panel, j, ks, qs);
 }
 
 // Rows [j, j + R) of the state after the quad.
 template <class T, int N, int R, bool decay>
-EFLA_INLINE void update_rows(const T* k, const QuadVectors<T, N>& u, Vec<T> g, const T* from, T* to, int j) {
+EFLA_INLINE void update_rows(const T* k, const QuadVectors<T, N>& u, Vec<T> g, const T* from, T* to, int64_t panel,
+                             int j) {
   Vec<T> s[R][N];
   EFLA_UNROLL_FOR (int r = 0; r < R; ++r) {
     EFLA_UNROLL_FOR (int n = 0; n < N; ++n) {
-      s[r][n] = load(from + (j + r) * kPanel + n * kLanes<T>);
+      s[r][n] = load(from + (j + r) * kPanel + slice_offset<T>(n, panel));
       if constexpr (decay) s[r][n] = rounded(s[r][n] * g);
     }
   }
@@ -85,16 +93,16 @@ EFLA_INLINE void update_rows(const T* k, const QuadVectors<T, N>& u, Vec<T> g, c
     }
   }
   EFLA_UNROLL_FOR (int r = 0; r < R; ++r)
-    EFLA_UNROLL_FOR (int n = 0; n < N; ++n) store(to + (j + r) * kPanel + n * kLanes<T>, s[r][n]);
+    EFLA_UNROLL_FOR (int n = 0; n < N; ++n) store(to + (j + r) * kPanel + slice_offset<T>(n, panel), s[r][n]);
 }
 
 template <class T, int N, bool decay>
-EFLA_INLINE void update(const T* k, const QuadVectors<T, N>& u, T g, const T* from, T* to, int rows) {
+EFLA_INLINE void update(const T* k, const QuadVectors<T, N>& u, T g, const T* from, T* to, int64_t panel, int rows) {
   const Vec<T> gv = splat<T>(g);
   int j = 0;
-#pragma GCC unroll 2
-  for (; j + kUpdateRows <= rows; j += kUpdateRows) update_rows<T, N, kUpdateRows, decay>(k, u, gv, from, to, j);
-  for (; kUpdateRows > 1 && j < rows; ++j) update_rows<T, N, 1, decay>(k, u, gv, from, to, j);
+#pragma GCC unroll 1
+  for (; j + kUpdateRows <= rows; j += kUpdateRows) update_rows<T, N, kUpdateRows, decay>(k, u, gv, from, to, panel, j);
+  for (; kUpdateRows > 1 && j < rows; ++j) update_rows<T, N, 1, decay>(k, u, gv, from, to, panel, j);
 }
 
 // The reading half of a quad on a slice of N vectors: computes the outputs, and stores u (times its decay to the end of the
@@ -104,12 +112,12 @@ EFLA_INLINE void update(const T* k, const QuadVectors<T, N>& u, T g, const T* fr
 template <class E, int N, bool erases, bool queries, bool whole>
 EFLA_INLINE void read_quad(const KeyTile<Compute<E>>& keys, const ScalarTile<Compute<E>>& s, int t, int tokens,
                            int rows, const E* v, int64_t v_stride, int valid, E* o, int64_t o_stride, Compute<E>* x,
-                           const Compute<E>* from, Compute<E>* pending, const SweepPrefetch& prefetch) {
+                           const Compute<E>* from, int64_t panel, Compute<E>* pending, const SweepPrefetch& prefetch) {
   using T = Compute<E>;
   const T *k = keys.k + t * kRow<T>, *q = keys.q + t * kRow<T>;
   QuadVectors<T, N> ks, qs, u;
-  constexpr bool together = EFLA_WIDE_REGISTERS;
-  sweep<T, N, erases, together && queries>(k, q, from, rows, ks, qs, prefetch);
+  constexpr bool together = EFLA_WIDE_REGISTERS && N < kSweepVectors;
+  sweep<T, N, erases, together && queries>(k, q, from, panel, rows, ks, qs, prefetch);
   EFLA_UNROLL_FOR (int i = 0; i < kQuad; ++i) {
     EFLA_UNROLL_FOR (int n = 0; n < N; ++n) {
       const int left = valid - n * kLanes<T>;
@@ -127,7 +135,7 @@ EFLA_INLINE void read_quad(const KeyTile<Compute<E>>& keys, const ScalarTile<Com
       store(pending + (i * N + n) * kLanes<T>, s.to_end[t + i] * u[i][n]);
     }
   }
-  if constexpr (!together) sweep<T, N, false, queries>(k, q, from, rows, ks, qs, erases ? SweepPrefetch{} : prefetch);
+  if constexpr (!together) sweep<T, N, false, queries>(k, q, from, panel, rows, ks, qs, erases ? SweepPrefetch{} : prefetch);
   EFLA_UNROLL_FOR (int i = 0; i < kQuad; ++i) {
     EFLA_UNROLL_FOR (int n = 0; n < N; ++n) {
       if constexpr (!queries) {
@@ -149,16 +157,16 @@ EFLA_INLINE void read_quad(const KeyTile<Compute<E>>& keys, const ScalarTile<Com
 // The writing half: computes the state after the quad. `from` and `to` may be equal.
 template <class T, int N>
 EFLA_INLINE void write_quad(const KeyTile<T>& keys, const ScalarTile<T>& s, int t, int rows, const T* pending,
-                            const T* from, T* to) {
+                            const T* from, T* to, int64_t panel) {
   QuadVectors<T, N> u;
   EFLA_UNROLL_FOR (int i = 0; i < kQuad; ++i)
-    EFLA_UNROLL_FOR (int n = 0; n < N; ++n) u[i][n] = load(pending + (i * N + n) * kLanes<T>);
+    EFLA_UNROLL_FOR (int n = 0; n < N; ++n) u[i][n] = rounded(load(pending + (i * N + n) * kLanes<T>));
   const T* k = keys.k + t * kRow<T>;
   const T g = s.quad_decay[t + kQuad - 1];
   if (g == T(1)) {
-    update<T, N, false>(k, u, g, from, to, rows);
+    update<T, N, false>(k, u, g, from, to, panel, rows);
   } else {
-    update<T, N, true>(k, u, g, from, to, rows);
+    update<T, N, true>(k, u, g, from, to, panel, rows);
   }
 }
 
