@@ -61,8 +61,7 @@ inline void recompute_slice(const Problem& p, const BackwardScratch<T>& s, int t
     prefetcher.step();
     read_quad<T, N, erases, false, true>(s.keys, s.scalars, t + i, kQuad, p.K, s.v + at, kRow<T>, kMaxWidth, nullptr, 0,
                                          s.x + at, start, panel, pending, SweepPrefetch{});
-    if (to || i + kQuad < kBlock)
-      write_quad<T, N>(s.keys, s.scalars, t + i, p.K, pending, start, between, panel);
+    if (to || i + kQuad < kBlock) write_quad<T, N>(s.keys, s.scalars, t + i, p.K, pending, start, between, panel);
   }
 }
 
@@ -70,19 +69,14 @@ inline void recompute_slice(const Problem& p, const BackwardScratch<T>& s, int t
 template <class T, bool erases>
 inline void recompute(const Problem& p, const BackwardScratch<T>& s, int rows, int panels, int padded_K,
                       Prefetcher& prefetcher) {
-  constexpr int N = kSweepVectors, width = kSliceWidth<T>, last = width > kPanel ? kPanel / kLanes<T> : N;
   const int64_t panel = int64_t(padded_K) * kPanel, state_size = panel * panels;
   for (int t = 0; t < rows; t += kBlock) {
     T* before = s.states + t / kBlock * state_size;
     T* after = t + kBlock < rows ? before + state_size : nullptr;
-    for (int c = 0; c < panels * kPanel; c += width) {
+    for_slices<T>(panels * kPanel, [&]<int N>(int c) {
       const int64_t at = c / kPanel * panel + c % kPanel;
-      if (panels * kPanel - c > last * kLanes<T>) {
-        recompute_slice<T, erases, N>(p, s, t, c, before + at, after ? after + at : nullptr, panel, prefetcher);
-      } else {
-        recompute_slice<T, erases, last>(p, s, t, c, before + at, after ? after + at : nullptr, panel, prefetcher);
-      }
-    }
+      recompute_slice<T, erases, N>(p, s, t, c, before + at, after ? after + at : nullptr, panel, prefetcher);
+    });
     for (int i = 0; after && i < panels; ++i)
       for (int j = p.K; j < padded_K; ++j) zero_row(after + i * panel + j * kPanel, kPanel);
   }

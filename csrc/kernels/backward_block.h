@@ -23,16 +23,16 @@
 namespace efla::EFLA_ISA {
 
 template <class T> struct BlockScratch {
-  T *k_lanes, *q_lanes;            // [K][16]; q_lanes only for log_decay's gradient
+  T *k_terms, *k_lanes, *q_lanes;  // [K][16], the first as multiply takes it; q_lanes only for log_decay's gradient
   T *kk, *qk;                      // [16][16]: k_i.k_j and q_i.k_j, row i
   T* D;                            // [16][16], zero above the diagonal
-  T *P, *M;                        // [16][16]
-  T* x_lanes;                      // [V][16]
-  T* grad_lanes;                   // [V][32]: dO, then dR
+  T *P, *minus_M;                  // [16][16]; the second without its diagonal
+  T* x_terms;                      // [V][16]
+  T* grad_terms;                   // [V][32]: dO, then dR
   T* dR;                           // [16][kRow]
   T *scaled_o, *scaled_r;          // [16][kRow]: scale g dO, -erase g dR
   T* ox_rx;                        // [16][32]: row j: x_j.dO_i, then x_j.dR_i, i in the lanes
-  T *W, *W_transposed, *B;         // [16][16]; the last two times key_scale
+  T *W, *B;                        // [16][16]: row j: W_ij, i in the lanes; B + B^T times key_scale
   T* F;                            // [16][16]: row j: B_ij k_i.k_j, i in the lanes
   T* state_grads;                  // [K][32]: dO S0^T, then dR S0^T, tokens in the lanes
   T* end_grads;                    // [K][16]: X dS'^T
@@ -44,12 +44,13 @@ template <class T> struct BlockScratch {
 
   void allocate(Arena& arena) {
     constexpr size_t square = kBlock * kBlock, rows = kBlock * kRow<T>, wide = kMaxWidth;
-    k_lanes = arena.allocate<T>(wide * kBlock);
+    k_lanes = k_terms = arena.allocate<T>(wide * kBlock);
+    if (kTerms<T> > 1) k_lanes = arena.allocate<T>(wide * kBlock);
     q_lanes = arena.allocate<T>(wide * kBlock);
-    T** squares[] = {&kk, &qk, &D, &P, &M, &W, &W_transposed, &B, &F};
+    T** squares[] = {&kk, &qk, &D, &P, &minus_M, &W, &B, &F};
     for (T** a : squares) *a = arena.allocate<T>(square);
-    x_lanes = arena.allocate<T>(wide * kBlock);
-    grad_lanes = arena.allocate<T>(wide * 2 * kBlock);
+    x_terms = arena.allocate<T>(wide * kBlock);
+    grad_terms = arena.allocate<T>(wide * 2 * kBlock);
     T** row_blocks[] = {&dR, &scaled_o, &scaled_r, &dq, &dk};
     for (T** a : row_blocks) *a = arena.allocate<T>(rows);
     ox_rx = arena.allocate<T>(2 * square);
@@ -79,10 +80,16 @@ template <class T> EFLA_INLINE Vec<T> token_lanes(const T* p, int n) { return lo
 // Decay products, k.k, q.k, P and M.
 template <class T> inline void block_matrices(const BlockInput<T>& in, const BlockScratch<T>& s) {
   constexpr int vectors = kBlock / kLanes<T>;
-  constexpr int M = kTokenRows<T>, N = kTokenVectors<T>;
-  transpose(in.k, kRow<T>, s.k_lanes, kBlock, kBlock, in.padded_K);
-  product<T, M, N, kRow<T>, 1>(in.k, s.k_lanes, kBlock, in.padded_K, s.kk, kBlock, kBlock, kBlock, *in.prefetcher);
-  product<T, M, N, kRow<T>, 1>(in.q, s.k_lanes, kBlock, in.padded_K, s.qk, kBlock, kBlock, kBlock, *in.prefetcher);
+  constexpr int terms = kTerms<T>;
+  constexpr auto lanes = std::make_index_sequence<kLanes<T>>{};
+  tokens_in_lanes(in.k, s.k_terms, terms * kBlock, in.padded_K);
+  for (int j = 0; terms == 2 && j < in.padded_K * kBlock; j += 2 * kLanes<T>) {
+    const Vec<T> a = load(s.k_terms + j), b = load(s.k_terms + j + kLanes<T>);
+    store(s.k_lanes + j, even_of<T>(a, b, lanes));
+    store(s.k_lanes + j + kLanes<T>, odd_of<T>(a, b, lanes));
+  }
+  token_product<T, kBlock>(in.k, s.k_terms, in.padded_K, s.kk, *in.prefetcher);
+  token_product<T, kBlock>(in.q, s.k_terms, in.padded_K, s.qk, *in.prefetcher);
   Vec<T> row[vectors] = {};
   T g = 1;
   for (int i = 0; i < kBlock; ++i) {
@@ -94,44 +101,38 @@ template <class T> inline void block_matrices(const BlockInput<T>& in, const Blo
       store(s.D + i * kBlock + n * kLanes<T>, row[n]);
       Vec<T> kk = token_lanes(s.kk + i * kBlock, n), qk = token_lanes(s.qk + i * kBlock, n);
       store(s.P + i * kBlock + n * kLanes<T>, lane <= i ? (in.scale * qk) * row[n] : Vec<T>{});
-      store(s.M + i * kBlock + n * kLanes<T>, lane < i ? (in.erase[i] * kk) * row[n] : Vec<T>{});
+      store(s.minus_M + i * kBlock + n * kLanes<T>, lane < i ? (-in.erase[i] * kk) * row[n] : Vec<T>{});
     }
   }
   for (int n = 0; n < vectors; ++n) store(s.to_end + n * kLanes<T>, row[n]);
 }
 
-// dR = M^-T (P^T dO + diag(d) K dS'), written to s.dR; and the scaled copies of dO and dR.
-template <class T> inline void block_solve(const BlockInput<T>& in, const BlockScratch<T>& s) {
-  constexpr int N = 2, rows = kProductRows, lanes = kLanes<T>;
-  const size_t panel_size = size_t(in.padded_K) * kPanel;
-  for (int panel = 0; panel < in.panels; ++panel) {
-    for (int c = 0; c < kPanel; c += N * lanes) {
-      const int column = panel * kPanel + c;
-      for (int r = 0; r < kBlock; r += rows) {
-        Accumulators<T, rows, N> acc;
-        clear<T, rows, N>(acc);
-        in.prefetcher->step();
-        multiply<T, rows, N, kRow<T>, 1>(in.k + r * kRow<T>, in.dS + panel * panel_size + c, kPanel, in.padded_K, acc);
-        EFLA_UNROLL_FOR (int i = 0; i < rows; ++i)
-          EFLA_UNROLL_FOR (int n = 0; n < N; ++n) acc[i][n] *= s.to_end[r + i];
-        multiply<T, rows, N, 1, kBlock>(s.P + r * kBlock + r, in.d_o + r * kRow<T> + column, kRow<T>, kBlock - r, acc);
-        EFLA_UNROLL_FOR (int i = 0; i < rows; ++i)
-          EFLA_UNROLL_FOR (int n = 0; n < N; ++n) store(s.dR + (r + i) * kRow<T> + column + n * lanes, acc[i][n]);
-      }
-      for (int i = kBlock - 1; i >= 0; --i) {
-        const T* above = s.M + i * kBlock;
-        Vec<T> r[N];
-        EFLA_UNROLL_FOR (int n = 0; n < N; ++n) r[n] = load(s.dR + i * kRow<T> + column + n * lanes);
-        for (int j = 0; j < i; ++j)
-          EFLA_UNROLL_FOR (int n = 0; n < N; ++n) {
-            T* to = s.dR + j * kRow<T> + column + n * lanes;
-            store(to, load(to) - above[j] * r[n]);
-          }
-        EFLA_UNROLL_FOR (int n = 0; n < N; ++n) {
-          int at = i * kRow<T> + column + n * lanes;
-          store(s.scaled_r + at, (-in.erase[i] * s.from_start[i]) * r[n]);
-          store(s.scaled_o + at, (in.scale * s.from_start[i]) * load(in.d_o + at));
-        }
+// dR = M^-T (P^T dO + diag(d) K dS') in a slice of N vectors at column c, and the scaled copies of dO and dR. A tile of
+// tokens takes the tokens after it as a product, then solves its own triangle in registers.
+template <class T, int N>
+EFLA_INLINE void solve_slice(const BlockInput<T>& in, const BlockScratch<T>& s, int c, Prefetcher& prefetcher) {
+  constexpr int M = kTileRows<N>, lanes = kLanes<T>;
+  const int64_t panel = int64_t(in.padded_K) * kPanel;
+  for (int r = kBlock - M; r >= 0; r -= M) {
+    Accumulators<T, M, N> acc;
+    clear<T, M, N>(acc);
+    prefetcher.step();
+    multiply<T, M, N, kRow<T>, 1>(in.k + r * kRow<T>, in.dS + c / kPanel * panel + c % kPanel, kPanel, in.padded_K, acc,
+                                  panel);
+    EFLA_UNROLL_FOR (int i = 0; i < M; ++i)
+      EFLA_UNROLL_FOR (int n = 0; n < N; ++n) acc[i][n] *= s.to_end[r + i];
+    multiply<T, M, N, 1, kBlock>(s.P + r * kBlock + r, in.d_o + r * kRow<T> + c, kRow<T>, kBlock - r, acc);
+    const int after = r + M;
+    multiply<T, M, N, 1, kBlock>(s.minus_M + after * kBlock + r, s.dR + after * kRow<T> + c, kRow<T>, kBlock - after,
+                                 acc);
+    EFLA_UNROLL_FOR (int i = M - 1; i >= 0; --i) {
+      const T erased = -in.erase[r + i] * s.from_start[r + i], read = in.scale * s.from_start[r + i];
+      EFLA_UNROLL_FOR (int n = 0; n < N; ++n) {
+        const int at = (r + i) * kRow<T> + c + n * lanes;
+        EFLA_UNROLL_FOR (int j = 0; j < i; ++j) acc[j][n] += s.minus_M[(r + i) * kBlock + r + j] * acc[i][n];
+        store(s.dR + at, acc[i][n]);
+        store(s.scaled_r + at, erased * acc[i][n]);
+        store(s.scaled_o + at, read * load(in.d_o + at));
       }
     }
   }
@@ -148,11 +149,10 @@ template <class T> inline T key_scale(const BlockScratch<T>& s) {
   return power;
 }
 
-// W, W^T, B + B^T, F and the part of d_erase inside the block.
+// W, B + B^T, F and the part of d_erase inside the block.
 template <class T> inline void block_pair_gradients(const BlockInput<T>& in, const BlockScratch<T>& s, int padded_V) {
   constexpr int vectors = kBlock / kLanes<T>;
-  product<T, kProductRows, 2, kRow<T>, 1>(in.x, s.grad_lanes, 2 * kBlock, padded_V, s.ox_rx, 2 * kBlock, kBlock,
-                                          2 * kBlock, *in.prefetcher);
+  token_product<T, 2 * kBlock>(in.x, s.grad_terms, padded_V, s.ox_rx, *in.prefetcher);
   T D_lanes[kBlock * kBlock], B_lanes[kBlock * kBlock];
   const T power = key_scale<T>(s);
   transpose(s.D, kBlock, D_lanes, kBlock, kBlock, kBlock);
@@ -173,84 +173,79 @@ template <class T> inline void block_pair_gradients(const BlockInput<T>& in, con
     store(s.d_erase + n * kLanes<T>, d_erase);
     store(s.d_erase_scaled + n * kLanes<T>, d_scaled);
   }
-  transpose(s.W, kBlock, s.W_transposed, kBlock, kBlock, kBlock);
   transpose(B_lanes, kBlock, s.B, kBlock, kBlock, kBlock);
-  for (int i = 0; i < kBlock * kBlock; i += kLanes<T>) {
-    store(s.B + i, load(s.B + i) + load(B_lanes + i));
-    store(s.W_transposed + i, power * load(s.W_transposed + i));
-  }
+  for (int i = 0; i < kBlock * kBlock; i += kLanes<T>) store(s.B + i, load(s.B + i) + load(B_lanes + i));
 }
 
-// dQ and dK with tokens in the lanes, then as rows; the rest of d_erase.
-template <class T> inline void block_key_gradients(const BlockInput<T>& in, const BlockScratch<T>& s) {
-  constexpr int M = kTokenRows<T>, N = kTokenVectors<T>, lanes = kLanes<T>;
-  const size_t panel_size = size_t(in.padded_K) * kPanel;
-  const T unscale = T(1) / key_scale<T>(s);
-  panel_product<T, kProductRows, 2>(in.S0, panel_size, in.panels, s.grad_lanes, 2 * kBlock, s.state_grads, 2 * kBlock,
-                                    in.padded_K, 2 * kBlock, *in.prefetcher);
-  panel_product<T, M, N>(in.dS, panel_size, in.panels, s.x_lanes, kBlock, s.end_grads, kBlock, in.padded_K, kBlock,
-                         *in.prefetcher);
-  for (int c = 0; c < kBlock; c += N * lanes) {
-    Vec<T> read[N], erased[N], to_end[N], start[N], d_erase[N] = {}, d_scaled[N] = {};
-    EFLA_UNROLL_FOR (int n = 0; n < N; ++n) {
-      start[n] = load(s.from_start + c + n * lanes);
-      read[n] = in.scale * start[n];
-      erased[n] = load(in.erase + c + n * lanes) * start[n];
-      to_end[n] = load(s.to_end + c + n * lanes);
+// What the states add to dQ and dK, with the tokens in the lanes and then as rows; the rest of d_erase.
+template <class T> inline void block_state_products(const BlockInput<T>& in, const BlockScratch<T>& s) {
+  constexpr int lanes = kLanes<T>;
+  panel_product<T, 2 * kBlock>(in.S0, in.panels, s.grad_terms, s.state_grads, in.padded_K, *in.prefetcher);
+  panel_product<T, kBlock>(in.dS, in.panels, s.x_terms, s.end_grads, in.padded_K, *in.prefetcher);
+  for (int c = 0; c < kBlock; c += lanes) {
+    const Vec<T> start = load(s.from_start + c), to_end = load(s.to_end + c);
+    const Vec<T> read = in.scale * start, erased = load(in.erase + c) * start;
+    Vec<T> d_erase{}, d_scaled{};
+    for (int j = 0; j < in.padded_K; ++j) {
+      const Vec<T> o = load(s.state_grads + j * 2 * kBlock + c), r = load(s.state_grads + j * 2 * kBlock + kBlock + c);
+      const Vec<T> k = load(s.k_lanes + j * kBlock + c);
+      d_erase += r * k;
+      d_scaled += (erased * k) * r;
+      store(s.dq_lanes + j * kBlock + c, read * o);
+      store(s.dk_lanes + j * kBlock + c, to_end * load(s.end_grads + j * kBlock + c) - erased * r);
     }
-    for (int j = 0; j < in.padded_K; j += M) {
-      Accumulators<T, M, N> acc;
-      clear<T, M, N>(acc);
-      multiply<T, M, N, 1, kRow<T>>(in.k + j, s.W + c, kBlock, kBlock, acc);
-      EFLA_UNROLL_FOR (int i = 0; i < M; ++i)
-        EFLA_UNROLL_FOR (int n = 0; n < N; ++n) {
-          Vec<T> o = load(s.state_grads + (j + i) * 2 * kBlock + c + n * lanes);
-          store(s.dq_lanes + (j + i) * kBlock + c + n * lanes, acc[i][n] + read[n] * o);
-        }
-      clear<T, M, N>(acc);
-      multiply<T, M, N, 1, kRow<T>>(in.q + j, s.W_transposed + c, kBlock, kBlock, acc);
-      multiply<T, M, N, 1, kRow<T>>(in.k + j, s.B + c, kBlock, kBlock, acc);
-      EFLA_UNROLL_FOR (int i = 0; i < M; ++i)
-        EFLA_UNROLL_FOR (int n = 0; n < N; ++n) {
-          Vec<T> r = load(s.state_grads + (j + i) * 2 * kBlock + kBlock + c + n * lanes);
-          Vec<T> end = load(s.end_grads + (j + i) * kBlock + c + n * lanes);
-          Vec<T> k = load(s.k_lanes + (j + i) * kBlock + c + n * lanes);
-          d_erase[n] += r * k;
-          d_scaled[n] += (erased[n] * k) * r;
-          store(s.dk_lanes + (j + i) * kBlock + c + n * lanes, acc[i][n] * unscale + to_end[n] * end - erased[n] * r);
-        }
-    }
-    EFLA_UNROLL_FOR (int n = 0; n < N; ++n) {
-      T* to = s.d_erase + c + n * lanes;
-      store(to, load(to) - start[n] * d_erase[n]);
-      store(s.erased + c + n * lanes, d_scaled[n]);
-      store(s.d_erase_scaled + c + n * lanes, load(s.d_erase_scaled + c + n * lanes) - d_scaled[n]);
-    }
+    store(s.d_erase + c, load(s.d_erase + c) - start * d_erase);
+    store(s.erased + c, d_scaled);
+    store(s.d_erase_scaled + c, load(s.d_erase_scaled + c) - d_scaled);
   }
   transpose(s.dq_lanes, kBlock, s.dq, kRow<T>, in.padded_K, kBlock);
   transpose(s.dk_lanes, kBlock, s.dk, kRow<T>, in.padded_K, kBlock);
 }
 
-// dS0 = gC dS' + scaled_o^T Q + scaled_r^T K, in place.
-template <class T> inline void block_state_gradient(const BlockInput<T>& in, const BlockScratch<T>& s) {
-  constexpr int M = kProductRows, N = 2, lanes = kLanes<T>;
-  const size_t panel_size = size_t(in.padded_K) * kPanel;
-  const T g = s.from_start[kBlock - 1];
-  for (int panel = 0; panel < in.panels; ++panel) {
-    for (int c = 0; c < kPanel; c += N * lanes) {
-      for (int j = 0; j < in.padded_K; j += M) {
-        T* to = in.dS + panel * panel_size + j * kPanel + c;
-        const int column = panel * kPanel + c;
-        Accumulators<T, M, N> acc;
-        in.prefetcher->step();
+// What the block's own tokens add: dQ += W K, dK += W^T Q + (B + B^T) K. W is triangular.
+template <class T> inline void block_key_gradients(const BlockInput<T>& in, const BlockScratch<T>& s) {
+  const T unscale = T(1) / key_scale<T>(s);
+  for_slices<T>(in.padded_K, [&]<int N>(int c) {
+    constexpr int M = kTileRows<N>;
+    for (int r = 0; r < kBlock; r += M) {
+      Accumulators<T, M, N> acc;
+      auto add = [&](T* rows) __attribute__((always_inline)) {
         EFLA_UNROLL_FOR (int i = 0; i < M; ++i)
-          EFLA_UNROLL_FOR (int n = 0; n < N; ++n) acc[i][n] = g * load(to + i * kPanel + n * lanes);
-        multiply<T, M, N, 1, kRow<T>>(in.q + j, s.scaled_o + column, kRow<T>, kBlock, acc);
-        multiply<T, M, N, 1, kRow<T>>(in.k + j, s.scaled_r + column, kRow<T>, kBlock, acc);
-        EFLA_UNROLL_FOR (int i = 0; i < M; ++i)
-          EFLA_UNROLL_FOR (int n = 0; n < N; ++n) store(to + i * kPanel + n * lanes, acc[i][n]);
-      }
+          EFLA_UNROLL_FOR (int n = 0; n < N; ++n) {
+            T* to = rows + (r + i) * kRow<T> + c + n * kLanes<T>;
+            store(to, load(to) + acc[i][n]);
+          }
+      };
+      clear<T, M, N>(acc);
+      multiply<T, M, N, 1, kBlock>(s.W + r, in.k + c, kRow<T>, r + M, acc);
+      add(s.dq);
+      clear<T, M, N>(acc);
+      multiply<T, M, N, 1, kBlock>(s.B + r, in.k + c, kRow<T>, kBlock, acc);
+      EFLA_UNROLL_FOR (int i = 0; i < M; ++i)
+        EFLA_UNROLL_FOR (int n = 0; n < N; ++n) acc[i][n] *= unscale;
+      multiply<T, M, N, kBlock, 1>(s.W + r * kBlock + r, in.q + r * kRow<T> + c, kRow<T>, kBlock - r, acc);
+      add(s.dk);
     }
+  });
+}
+
+// dS0 = gC dS' + scaled_o^T Q + scaled_r^T K, in place, in a slice of N vectors at column c.
+template <class T, int N>
+EFLA_INLINE void state_gradient_slice(const BlockInput<T>& in, const BlockScratch<T>& s, int c,
+                                      Prefetcher& prefetcher) {
+  constexpr int M = kTileRows<N>;
+  const int64_t panel = int64_t(in.padded_K) * kPanel;
+  const T g = s.from_start[kBlock - 1];
+  for (int j = 0; j < in.padded_K; j += M) {
+    T* to = in.dS + c / kPanel * panel + c % kPanel + j * kPanel;
+    Accumulators<T, M, N> acc;
+    prefetcher.step();
+    EFLA_UNROLL_FOR (int i = 0; i < M; ++i)
+      EFLA_UNROLL_FOR (int n = 0; n < N; ++n) acc[i][n] = g * load(to + i * kPanel + slice_offset<T>(n, panel));
+    multiply<T, M, N, 1, kRow<T>>(in.q + j, s.scaled_o + c, kRow<T>, kBlock, acc);
+    multiply<T, M, N, 1, kRow<T>>(in.k + j, s.scaled_r + c, kRow<T>, kBlock, acc);
+    EFLA_UNROLL_FOR (int i = 0; i < M; ++i)
+      EFLA_UNROLL_FOR (int n = 0; n < N; ++n) store(to + i * kPanel + slice_offset<T>(n, panel), acc[i][n]);
   }
 }
 
@@ -297,17 +292,18 @@ template <class T> inline void block_decay_gradient(const BlockInput<T>& in, con
 
 // The whole block.
 template <class T> inline void block_backward(const BlockInput<T>& in, const BlockScratch<T>& s) {
-  const int padded_V = in.panels * kPanel;
+  const int padded_V = in.panels * kPanel, terms = kTerms<T>;
   block_matrices<T>(in, s);
-  block_solve<T>(in, s);
-  transpose(in.x, kRow<T>, s.x_lanes, kBlock, kBlock, padded_V);
-  transpose(in.d_o, kRow<T>, s.grad_lanes, 2 * kBlock, kBlock, padded_V);
-  transpose(s.dR, kRow<T>, s.grad_lanes + kBlock, 2 * kBlock, kBlock, padded_V);
+  for_slices<T>(padded_V, [&]<int N>(int c) { solve_slice<T, N>(in, s, c, *in.prefetcher); });
+  tokens_in_lanes(in.x, s.x_terms, terms * kBlock, padded_V);
+  tokens_in_lanes(in.d_o, s.grad_terms, terms * 2 * kBlock, padded_V);
+  tokens_in_lanes(s.dR, s.grad_terms + terms * kBlock, terms * 2 * kBlock, padded_V);
   row_dots<T>(s.dR, in.v, padded_V, s.d_write);
   block_pair_gradients<T>(in, s, padded_V);
+  block_state_products<T>(in, s);
   block_key_gradients<T>(in, s);
   if (in.decays) block_decay_gradient<T>(in, s);
-  block_state_gradient<T>(in, s);
+  for_slices<T>(padded_V, [&]<int N>(int c) { state_gradient_slice<T, N>(in, s, c, *in.prefetcher); });
 }
 
 }  // namespace efla::EFLA_ISA

@@ -86,22 +86,16 @@ inline void run_slice(const Problem& p, const Plan& plan, const Task& task, cons
   }
 }
 
-// One value head over one block, all columns of the task. A last panel on its own is a slice of its width.
+// One value head over one block, all columns of the task.
 template <class E, bool erases>
 inline void run_head_block(const Problem& p, const Plan& plan, const Task& task, const HeadBlock& now,
                            const HeadBlock& next, const ForwardScratch<Compute<E>>& s, Compute<E>* S) {
   using T = Compute<E>;
-  constexpr int width = kSliceWidth<T>, N = kSweepVectors, last = width > kPanel ? kPanel / kLanes<T> : N;
   const int end = task.panel_end * kPanel < p.V ? task.panel_end * kPanel : p.V;
-  const int columns = end - task.panel_begin * kPanel;
-  const SweepPrefetch prefetch = prefetch_next<E>(p, task, now, next, (columns + width - 1) / width);
-  for (int column = 0; column < columns; column += width) {
-    if (columns - column > last * kLanes<T>) {
-      run_slice<E, erases, N>(p, plan, task, now, prefetch, s, S, column);
-    } else {
-      run_slice<E, erases, last>(p, plan, task, now, prefetch, s, S, column);
-    }
-  }
+  const int slices = (end - task.panel_begin * kPanel + kSliceWidth<T> - 1) / kSliceWidth<T>;
+  const SweepPrefetch prefetch = prefetch_next<E>(p, task, now, next, slices);
+  for_slices<T>(round_up(end, kSliceWidth<T> < kPanel ? kSliceWidth<T> : kPanel) - task.panel_begin * kPanel,
+                [&]<int N>(int column) { run_slice<E, erases, N>(p, plan, task, now, prefetch, s, S, column); });
 }
 
 template <class E>

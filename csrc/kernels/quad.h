@@ -11,15 +11,6 @@
 
 namespace efla::EFLA_ISA {
 
-// Width of a slice in vectors. A slice of 16-lane vectors covers two panels.
-constexpr int kSweepVectors = EFLA_WIDE_REGISTERS ? 4 : 2;
-template <class T> constexpr int kSliceWidth = kSweepVectors * kLanes<T>;
-
-// Offset of vector n of a slice in each row of S; `panel` is the size of a panel.
-template <class T> EFLA_INLINE int64_t slice_offset(int n, int64_t panel) {
-  return n * kLanes<T> / kPanel * panel + n * kLanes<T> % kPanel;
-}
-
 // Rows of S that one step of the update handles. 32 registers hold u of the whole quad; with 16, each load of u serves 4 rows.
 constexpr int kUpdateRows = EFLA_WIDE_REGISTERS ? 1 : 4;
 
@@ -135,7 +126,8 @@ EFLA_INLINE void read_quad(const KeyTile<Compute<E>>& keys, const ScalarTile<Com
       store(pending + (i * N + n) * kLanes<T>, s.to_end[t + i] * u[i][n]);
     }
   }
-  if constexpr (!together) sweep<T, N, false, queries>(k, q, from, panel, rows, ks, qs, erases ? SweepPrefetch{} : prefetch);
+  if constexpr (!together)
+    sweep<T, N, false, queries>(k, q, from, panel, rows, ks, qs, erases ? SweepPrefetch{} : prefetch);
   EFLA_UNROLL_FOR (int i = 0; i < kQuad; ++i) {
     EFLA_UNROLL_FOR (int n = 0; n < N; ++n) {
       if constexpr (!queries) {

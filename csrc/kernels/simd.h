@@ -49,6 +49,27 @@ template <class T> using IntVec = typename VectorOf<typename IntegerOf<T>::type>
 // lines spreads the rows over the sets of L1.
 template <class T> constexpr int kRow = kMaxWidth + 64 / int(sizeof(T));
 
+// Width of a slice in vectors. A slice of 16-lane vectors covers two panels.
+constexpr int kSweepVectors = EFLA_WIDE_REGISTERS ? 4 : 2;
+template <class T> constexpr int kSliceWidth = kSweepVectors * kLanes<T>;
+
+// Offset of vector n of a slice in each row of S; `panel` is the size of a panel.
+template <class T> EFLA_INLINE int64_t slice_offset(int n, int64_t panel) {
+  return n * kLanes<T> / kPanel * panel + n * kLanes<T> % kPanel;
+}
+
+// Calls f<N>(column) for the slices of N vectors that cover `columns`, a multiple of 16. The last ones may be narrower.
+template <class T, class F> EFLA_INLINE void for_slices(int columns, F&& f) {
+  int c = 0;
+  for (; c + kSliceWidth<T> <= columns; c += kSliceWidth<T>) f.template operator()<kSweepVectors>(c);
+  if constexpr (kSliceWidth<T> > kBlock) {
+    if (c + 2 * kLanes<T> <= columns) f.template operator()<2>(c), c += 2 * kLanes<T>;
+  }
+  if constexpr (kLanes<T> == kBlock) {
+    if (c < columns) f.template operator()<1>(c);
+  }
+}
+
 template <class T> EFLA_INLINE Vec<T> load(const T* p) {
   Vec<T> v;
   __builtin_memcpy(&v, p, sizeof v);
