@@ -57,13 +57,19 @@ template <bool whole, class E> EFLA_INLINE void store_slice(E* p, int n, int cou
 }
 
 // One token on a slice of N vectors. With `starts` there is a state `from`, which may equal `to`; `to` is null if no state is
-// wanted. The rows are written in reverse: those read last are still in L1. With `next`, each row prefetches one cache line.
+// wanted. The rows are written in reverse: those read last are still in L1. With `next`, each row that is read or written
+// prefetches half as many bytes as it has.
 template <class E, int N, bool whole, bool starts>
 EFLA_INLINE void decode_columns(const DecodeTokens<Compute<E>>& d, int slot, int K, int64_t V, Compute<E> scale,
                                 const E* v, E* o, int count, const Compute<E>* from, Compute<E>* to, const char* next) {
   using T = Compute<E>;
   const T *k = d.k[slot], *q = d.q[slot];
   Vec<T> ks[N] = {}, qs[N] = {}, u[N];
+  auto prefetch_row = [&]() __attribute__((always_inline)) {
+    constexpr int half = N * sizeof(Vec<T>) / 2, bytes = half < 64 ? 64 : half;
+    EFLA_UNROLL_FOR (int i = 0; i < bytes; i += 64) __builtin_prefetch(next + i, 1, 2);
+    next += bytes;
+  };
   for (int j = 0; starts && j < K; ++j) {
     const Vec<T> kj = splat<T>(k[j]), qj = splat<T>(q[j]);
     EFLA_UNROLL_FOR (int n = 0; n < N; ++n) {
@@ -71,7 +77,7 @@ EFLA_INLINE void decode_columns(const DecodeTokens<Compute<E>>& d, int slot, int
       ks[n] += kj * s;
       qs[n] += qj * s;
     }
-    if (next) __builtin_prefetch(next, 1, 2), next += 64;
+    if (next) prefetch_row();
   }
   const T a = d.decay[slot], write = d.write[slot], erase = a * d.erase[slot], qk = d.qk[slot];
   EFLA_UNROLL_FOR (int n = 0; n < N; ++n) {
@@ -85,7 +91,7 @@ EFLA_INLINE void decode_columns(const DecodeTokens<Compute<E>>& d, int slot, int
       if constexpr (starts) s = rounded(load_slice<whole>(from + j * V, n, count) * a);
       store_slice<whole>(to + j * V, n, count, s + kj * u[n]);
     }
-    if (next) __builtin_prefetch(next, 1, 2), next += 64;
+    if (next) prefetch_row();
   }
 }
 
@@ -131,8 +137,7 @@ inline void decode_head(const Problem& p, const Task& task, const DecodeTokens<C
       for (int64_t i = j * V + begin; i < j * V + end; ++i) final_state[i] = initial ? initial[i] : T(0);
 }
 
-// One token: the slots are the task's key heads, so that their scalars are computed together. The states are prefetched with
-// 16 registers only: there, the lines of a slice are as many as the rows that it reads and writes.
+// One token: the slots are the task's key heads, so that their scalars are computed together.
 template <class E>
 inline void decode_token(const Problem& p, const Plan& plan, const Task& task, DecodeTokens<Compute<E>>& d,
                          const ScalarTile<Compute<E>>& s, unsigned* status) {
@@ -146,7 +151,7 @@ inline void decode_token(const Problem& p, const Plan& plan, const Task& task, D
     load_scalars<T>(p, task, 0, keys, kBlock, first, d.lam, s, status, plan.group);
     for (int slot = 0; slot < keys; ++slot) {
       const int64_t head = first + slot * plan.group, next = task.sequence * p.value_heads + head + plan.group;
-      const bool prefetches = plan.prefetch_states && !EFLA_WIDE_REGISTERS && next < p.sequences * p.value_heads;
+      const bool prefetches = plan.prefetch_states && next < p.sequences * p.value_heads;
       decode_head<E>(p, task, d, head, slot, prefetches ? states + next * p.K * p.V : nullptr);
     }
   }
