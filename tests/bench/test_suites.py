@@ -37,6 +37,7 @@ SMALL = {
         {
             "HEADLINE": [TINY] * 2,
             "LENGTHS": [16, 32],
+            "SHORT_LENGTHS": [24],
             "DECODE_BATCHES": [1],
             "SGEMM_SIZE": 16,
             "SAMPLE_SECONDS": 0.0,
@@ -44,6 +45,8 @@ SMALL = {
         },
         {
             "native",
+            scan.ALONE,
+            "native, 1 thread",
             "chunked",
             "transformers",
             "softmax attention",

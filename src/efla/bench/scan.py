@@ -42,7 +42,8 @@ class Size:
 
 
 HEADLINE = [Size(1, 4096, 8, 64), Size(1, 4096, 8, 128), Size(128, 784, 1, 64)]
-LENGTHS = [512, 1024, 2048, 4096, 8192, 16_384, 32_768, 65_536]
+LENGTHS = [512, 1024, 2048, 4096, 8192, 16_384, 32_768, 65_536, 262_144]
+SHORT_LENGTHS = [64, 128, 256, 512]
 SAMPLE_SECONDS = 0.03
 DECODE_BATCHES = [1, 4, 16, 64]
 CALLS = 256  # in a sample of the overhead
@@ -50,6 +51,7 @@ CALLS = 256  # in a sample of the overhead
 LONGEST_PEER = 16_384
 YARDSTICK_LENGTH = 4096
 YARDSTICK = f"native at T{YARDSTICK_LENGTH}"
+ALONE = "native, kernels alone"
 
 
 def headline(threads: int, rounds: int) -> Iterator[list[Measurement]]:
@@ -59,8 +61,9 @@ def headline(threads: int, rounds: int) -> Iterator[list[Measurement]]:
         if size.batch == 1:
             calls["softmax attention"] = softmax_call(size)
         calls["native bfloat16"] = attention_call(size, "gated_delta", dtype=torch.bfloat16)
+        calls[ALONE] = kernel_call(size, "forward", threads)
         yield _against_sgemm(f"forward {size}", calls, threads, rounds, size.flops(FORWARD_FLOPS))
-        calls = contender_calls(size, "training")
+        calls = {**contender_calls(size, "training"), ALONE: kernel_call(size, "training", threads)}
         yield _against_sgemm(f"forward+backward {size}", calls, threads, rounds, size.flops(TRAINING_FLOPS))
 
 
@@ -171,12 +174,41 @@ class _Nothing(torch.autograd.Function):
         return tuple(map(torch.empty_like, ctx.saved_tensors))
 
 
+def short(threads: int, rounds: int) -> Iterator[list[Measurement]]:
+    """One head of 128 and a short sequence, on one thread and on all: how much of the work is shared."""
+    kinds: dict[str, tuple[Work, int]] = {
+        "forward": ("forward", FORWARD_FLOPS),
+        "forward+backward": ("training", TRAINING_FLOPS),
+    }
+    for name, (work, flops) in kinds.items():
+        for length in SHORT_LENGTHS:
+            size = Size(1, length, 1, 128)
+            call = attention_call(size, "gated_delta", work=work)
+            yield compare(
+                f"short, {name} {size}",
+                [Contender("native", call), Contender("native, 1 thread", partial(_on_one_thread, call, threads))],
+                threads=threads,
+                rounds=3 * rounds,
+                useful_flops=size.flops(flops),
+                sample_seconds=SAMPLE_SECONDS,
+            )
+
+
+def _on_one_thread(call: Callable[[], object], threads: int) -> None:
+    torch.set_num_threads(1)
+    try:
+        call()
+    finally:
+        torch.set_num_threads(threads)
+
+
 SUITES: dict[str, Suite] = {
     "headline": headline,
     "rules": rules,
     "lengths": lengths,
     "decode": decode,
     "overhead": overhead,
+    "short": short,
 }
 
 
@@ -230,6 +262,24 @@ def attention_call(
         return efla.linear_attention(*tensors, rule=rule, backend=backend, **options)
 
     return _with_gradients(call, tensors.present()) if work == "training" else call
+
+
+def kernel_call(size: Size, work: Work, threads: int) -> Callable[[], object]:
+    """The kernels of the gated delta rule without autograd, on outputs that are allocated once."""
+    q, k, v, beta, log_gate = inputs(size, "gated_delta")
+    o, final_state = torch.empty_like(v), torch.empty(size.batch, size.heads, size.width, size.width)
+    count = kernels.boundary_count(None, size.batch, size.length, size.heads, size.width, size.width)
+    saved = torch.empty(count) if work == "training" else None
+    arguments = (q, k, v, None, None, None, log_gate, beta, None, None)
+    grads = [None if x is None else torch.empty_like(x) for x in arguments[:9]]
+    settings = (kernels.rule_codes["gated_delta"], "", size.width**-0.5)
+
+    def call() -> None:
+        kernels.forward(*arguments, o, final_state, saved, *settings, False, False, threads)
+        if work == "training":
+            kernels.backward(*arguments, saved, v, None, *grads, *settings, threads)
+
+    return call
 
 
 def transformers_call(size: Size, work: Work) -> Callable[[], object]:
