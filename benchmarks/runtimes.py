@@ -32,7 +32,7 @@ from efla.models import export_onnx
 from efla.native import rows as row_kernels
 from efla.onnx import Runner
 from efla.runs.rows import write_atomically
-from efla.runs.timing import Contender, compare, training_step
+from efla.runs.timing import compare, training_step
 from efla.scans.backends import native
 
 ROOT = Path(__file__).parents[1]
@@ -153,8 +153,7 @@ def measure(name: str, work: Path, threads: int, rounds: int) -> list[dict[str, 
             int(step[0]) for step in r.stream_ids(prompt.numpy(), max_new_tokens=TOKENS, temperature=0)
         ]
     expected = calls["efla, decode loop"]()
-    contenders = [Contender(contender, call) for contender, call in calls.items()]
-    measured = compare(f"decode {TOKENS}, {name}", contenders, threads=threads, rounds=rounds, items=TOKENS)
+    measured = compare(f"decode {TOKENS}, {name}", calls, threads=threads, rounds=rounds, items=TOKENS)
     found = [m.as_row() | {"same_tokens": calls[m.contender]() == expected} for m in measured]
     for contender, (median, tokens, facts_of) in browsers(model, name, work, prompt, rounds).items():
         facts[contender] = facts_of

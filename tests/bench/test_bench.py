@@ -7,7 +7,8 @@ import torch
 
 from efla import EflaForCausalLM, cli, presets
 from efla.bench import BACKENDS, PLAIN, kernel_contenders, scan
-from efla.bench.models import efla_model, llama_model, qwen_model
+from efla.bench.models import efla_model, llama_model
+from efla.bench.qwen import qwen_model
 from efla.bench.section import lengths_figure, save_lengths
 from efla.native import rows
 from efla.runs import timing
@@ -18,8 +19,8 @@ needs_native = pytest.mark.skipif(native.unavailable() is not None, reason=f"bac
 
 def test_contenders_take_turns():
     order = []
-    contenders = [timing.Contender(name, lambda name=name: order.append(name), repeats=2) for name in "ab"]
-    measured = timing.compare("work", contenders, threads=1, rounds=3, useful_flops=1e9)
+    calls = {name: lambda name=name: order.append(name) for name in "ab"}
+    measured = timing.compare("work", calls, threads=1, rounds=3, repeats=2, useful_flops=1e9)
     assert "".join(order) == "ab" + "aabb" + "bbaa" + "aabb"
     assert [m.contender for m in measured] == ["a", "b"]
     assert measured[0].gflops == pytest.approx(1 / measured[0].median)
@@ -33,7 +34,7 @@ def test_short_work_is_repeated_until_a_sample_is_long_enough(monkeypatch):
         calls[name] += 1
         clock[0] += seconds
 
-    contenders = [timing.Contender(n, lambda n=n, s=s: work(n, s)) for n, s in (("short", 2**-10), ("long", 2**-5))]
+    contenders = {n: lambda n=n, s=s: work(n, s) for n, s in (("short", 2**-10), ("long", 2**-5))}
     measured = timing.compare("work", contenders, threads=1, rounds=2, sample_seconds=2**-6)
     # Two calls to see how long it takes, one unmeasured, two samples: of 16 calls, and of one.
     assert calls == {"short": 2 + 1 + 2 * 16, "long": 2 + 1 + 2 * 1}
@@ -93,7 +94,7 @@ def test_the_model_of_the_suites_has_the_size_of_its_peer():
 def test_only_the_plain_contender_runs_without_the_compiled_kernels() -> None:
     x = torch.randn(128, 128)
     calls = {name: (lambda: rows.l2_norm(x, 1e-6)) for name in BACKENDS}
-    compiled = {contender.name: contender.call() is not None for contender in kernel_contenders(calls)}
+    compiled = {name: call() is not None for name, call in kernel_contenders(calls).items()}
     assert compiled == {"native": True, "chunked": True, PLAIN: False}
 
 

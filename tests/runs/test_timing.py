@@ -8,14 +8,14 @@ import pytest
 import torch
 
 from efla.runs.provenance import PeakMemory
-from efla.runs.timing import Contender, samples_in_turn, seconds_per_call, training_step
+from efla.runs.timing import samples_in_turn, seconds_per_call, training_step
 
 
 def test_contenders_take_turns_forwards_and_backwards() -> None:
     called: list[str] = []
-    contenders = [Contender(name, lambda name=name: called.append(name)) for name in "abc"]
+    calls = {name: lambda name=name: called.append(name) for name in "abc"}
     rounds: list[int] = []
-    samples = samples_in_turn(contenders, 3, alternate=True, done=rounds.append)
+    samples = samples_in_turn(calls, 3, alternate=True, done=rounds.append)
     assert "".join(called) == "abc" + "abc" + "cba" + "abc"
     assert rounds == [1, 2, 3]
     assert {name: len(times) for name, times in samples.items()} == {"a": 3, "b": 3, "c": 3}

@@ -6,14 +6,14 @@ A suite is a function of (threads, rounds) that yields one list of measurements 
 import importlib.metadata
 import os
 import platform
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 
 import torch
 
 import efla
 from efla.native import rows
 from efla.runs import provenance
-from efla.runs.timing import Contender, Measurement
+from efla.runs.timing import Calls, Measurement
 from efla.scans.backends import native
 from efla.testing import assert_matches_oracle, make_inputs
 
@@ -27,15 +27,20 @@ code, as on a machine where the extension was not built."""
 _PACKAGES = ("efla", "torch", "transformers", "numpy", "safetensors", "triton", "flash-linear-attention")
 
 
-def kernel_contenders(calls: Mapping[str, Callable[[], object]]) -> list[Contender]:
-    """One contender per name of ``BACKENDS``; the call of ``PLAIN`` runs without the compiled kernels."""
-    return [Contender(name, rows.without_kernels()(call) if name == PLAIN else call) for name, call in calls.items()]
+def kernel_contenders(calls: Calls) -> Calls:
+    """The contenders of ``BACKENDS``; the call of ``PLAIN`` runs without the compiled kernels."""
+    return {name: rows.without_kernels()(call) if name == PLAIN else call for name, call in calls.items()}
 
 
-def sgemm(size: int) -> tuple[Contender, dict[str, float]]:
+def sgemm(size: int) -> tuple[Calls, dict[str, float]]:
     """The machine's float32 matrix product as a contender, and its flops by that contender's name."""
     left, right = torch.randn(2, size, size)
-    return Contender("sgemm", lambda: left @ right), {"sgemm": 2.0 * size**3}
+    return {"sgemm": lambda: left @ right}, {"sgemm": 2.0 * size**3}
+
+
+def random_tokens(vocab_size: int, *shape: int) -> torch.Tensor:
+    """Token ids above 0, the same in every call."""
+    return torch.randint(1, vocab_size, shape, generator=torch.Generator().manual_seed(0))
 
 
 def check_contenders() -> None:

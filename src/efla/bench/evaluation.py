@@ -7,7 +7,7 @@ from efla.bench import Suite
 from efla.bench.models import random_model
 from efla.data.files import data_folder
 from efla.evaluation import ByteTokenizer, tasks
-from efla.runs.timing import Contender, Measurement, compare
+from efla.runs.timing import Measurement, compare
 
 ITEMS = 48
 BATCH_TOKENS = 4096
@@ -49,10 +49,10 @@ def hellaswag(threads: int, rounds: int) -> Iterator[list[Measurement]]:
         shared = HarnessModel(model, tokenizer, **options)
         plain = {rows: HarnessModel(model, tokenizer, share=False, batch_size=rows, **options) for rows in PLAIN_ROWS}
         _check(name, model, shared, next(iter(plain.values())), requests)
-        contenders = [Contender("shared prefill", _call(shared, requests))]
-        contenders += [Contender(f"plain, {rows} rows", _call(lm, requests)) for rows, lm in plain.items()]
+        calls = {"shared prefill": _call(shared, requests)}
+        calls |= {f"plain, {rows} rows": _call(lm, requests) for rows, lm in plain.items()}
         work = f"HellaSwag, {len(chosen)} items, {len(requests)} choices, 4 layers of 256: {name}"
-        yield compare(work, contenders, threads=threads, rounds=rounds)
+        yield compare(work, calls, threads=threads, rounds=rounds)
 
 
 SUITES: dict[str, Suite] = {"hellaswag": hellaswag}

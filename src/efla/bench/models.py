@@ -10,16 +10,15 @@ from typing import Any
 import torch
 
 import efla
-from efla.bench import Suite, qwen, state
-from efla.bench.qwen import ACCELERATED, FLOOR, TRANSFORMERS, accelerated, products
+from efla.bench import Suite, qwen, random_tokens, state
+from efla.bench.qwen import ACCELERATED, FLOOR, TRANSFORMERS, accelerated, products, qwen_model, sizes_of
 from efla.bench.scan import SAMPLE_SECONDS
 from efla.models.accounting import state_bytes
-from efla.runs.timing import Contender, Measurement, compare, training_step
+from efla.runs.timing import Measurement, compare, training_step
 
 HIDDEN, LAYERS, HEADS, MLP, VOCABULARY = 512, 4, 4, 1536, 1024
 PREFILL_LENGTH = 2048
 CONTEXTS = (1_000, 100_000)
-PREFILL_CHUNK = 4096
 # Sizes that are compared with their own matrix products: name -> preset, or none for ``efla_model`` of the rule named first.
 SIZES = {
     "efla-tiny": "efla-tiny",
@@ -54,33 +53,11 @@ def efla_model(rule: str = "gated_delta", mixers: list[str] | None = None) -> An
     )
 
 
-def qwen_model(config: Any) -> Any:
-    """Qwen3.5's text decoder at the size of our config, with the gated delta rule in every layer."""
-    from transformers.models.qwen3_5.configuration_qwen3_5 import Qwen3_5TextConfig
-    from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5ForCausalLM
-
-    heads = dict.fromkeys(
-        ("num_attention_heads", "num_key_value_heads", "linear_num_key_heads", "linear_num_value_heads"),
-        config.num_heads,
-    )
-    widths = dict.fromkeys(("head_dim", "linear_key_head_dim", "linear_value_head_dim"), config.head_dim)
-    layers = ["linear_attention"] * config.num_hidden_layers
-    return Qwen3_5ForCausalLM(
-        Qwen3_5TextConfig(**_sizes(config), **heads, **widths, layer_types=layers, tie_word_embeddings=False)
-    )
-
-
 def llama_model(config: Any) -> Any:
     """Llama at the size of our config."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    return LlamaForCausalLM(LlamaConfig(**_sizes(config), num_attention_heads=config.num_attention_heads))
-
-
-def _sizes(config: Any) -> dict[str, Any]:
-    """What a config of transformers takes from ours."""
-    names = ("vocab_size", "hidden_size", "num_hidden_layers", "intermediate_size")
-    return {**{name: getattr(config, name) for name in names}, "pad_token_id": None}
+    return LlamaForCausalLM(LlamaConfig(**sizes_of(config), num_attention_heads=config.num_attention_heads))
 
 
 def parameter_counts(models: dict[str, Any]) -> str:
@@ -90,29 +67,28 @@ def parameter_counts(models: dict[str, Any]) -> str:
 def throughput(threads: int, rounds: int) -> Iterator[list[Measurement]]:
     """Prefill, and a training step with AdamW, at 2,048 tokens."""
     models = {"efla gated_delta": efla_model(), "efla": efla_model("efla")}
-    torch.manual_seed(0)
     models[TRANSFORMERS] = qwen_model(models["efla"].config)
-    tokens = torch.randint(VOCABULARY, (1, PREFILL_LENGTH), generator=torch.Generator().manual_seed(0))
+    tokens = random_tokens(VOCABULARY, 1, PREFILL_LENGTH)
     size = f"B1 T{PREFILL_LENGTH}, {LAYERS} layers of {HIDDEN} (parameters: {parameter_counts(models)})"
     for work, make_call in (("prefill", _prefill_call), ("training step", _training_call)):
         calls = {name: make_call(model, tokens) for name, model in models.items()}
         calls[ACCELERATED] = accelerated(calls[TRANSFORMERS])
-        contenders = [Contender(name, call) for name, call in calls.items()]
-        yield compare(f"{work} {size}", contenders, threads=threads, rounds=rounds)
+        yield compare(f"{work} {size}", calls, threads=threads, rounds=rounds)
 
 
 def contexts(threads: int, rounds: int) -> Iterator[list[Measurement]]:
     """One decoded token after a short and a long context: constant for linear attention, growing for softmax attention."""
     for name, mixers in (("efla", None), ("softmax", ["softmax"])):
         model = efla_model("efla", mixers).eval()
-        contenders = []
+        calls = {}
         for context in CONTEXTS:
-            cache = _softmax_cache(model, context) if mixers else _prefilled_cache(model, context)
-            contenders.append(Contender(f"{name} after {context:,}", _decode_call(model, cache), repeats=4))
+            tokens = random_tokens(VOCABULARY, 1, context)
+            cache = _softmax_cache(model, context) if mixers else state.read(model, tokens)
+            calls[f"{name} after {context:,}"] = _decode_call(model, cache)
             if not mixers:
                 _check_state_bytes(model, cache)
         work = f"decode one token, {name}, {LAYERS} layers of {HIDDEN}"
-        yield compare(work, contenders, threads=threads, rounds=3 * rounds)
+        yield compare(work, calls, threads=threads, rounds=3 * rounds, repeats=4)
 
 
 def decode(threads: int, rounds: int) -> Iterator[list[Measurement]]:
@@ -120,16 +96,15 @@ def decode(threads: int, rounds: int) -> Iterator[list[Measurement]]:
     for size, model in _sized_models():
         runner = _onnx_runner(model, threads)
         for batch in BATCHES:
-            tokens = torch.randint(model.config.vocab_size, (batch, PROMPT), generator=torch.Generator().manual_seed(0))
+            tokens = random_tokens(model.config.vocab_size, batch, PROMPT)
             with torch.inference_mode():
                 cache = model(tokens, use_cache=True, logits_to_keep=1).past_key_values
-            calls = {MODEL: _decode_call(model, cache, batch), FLOOR: products(model, batch, batch)}
+            calls = _inference(_decode_call(model, cache, batch), products(model, batch, batch))
             if runner is not None:
-                _, state = runner(tokens.numpy())
-                calls[ONNX] = partial(runner, tokens[:, :1].numpy(), state)
-            contenders = [Contender(name, torch.inference_mode()(call)) for name, call in calls.items()]
+                _, past = runner(tokens.numpy())
+                calls[ONNX] = partial(runner, tokens[:, :1].numpy(), past)
             yield compare(
-                f"decode batch {batch}, {size}", contenders, threads=threads, rounds=3 * rounds, items=batch,
+                f"decode batch {batch}, {size}", calls, threads=threads, rounds=3 * rounds, items=batch,
                 sample_seconds=SAMPLE_SECONDS,
             )  # fmt: skip
 
@@ -137,19 +112,17 @@ def decode(threads: int, rounds: int) -> Iterator[list[Measurement]]:
 def prefill(threads: int, rounds: int) -> Iterator[list[Measurement]]:
     """A prompt against the model's own matrix products."""
     for size, model in _sized_models():
-        tokens = torch.randint(model.config.vocab_size, (1, PROMPT), generator=torch.Generator().manual_seed(0))
-        calls = {MODEL: _prefill_call(model, tokens), FLOOR: products(model, PROMPT, 1)}
-        contenders = [Contender(name, torch.inference_mode()(call)) for name, call in calls.items()]
-        yield compare(f"prefill {PROMPT}, {size}", contenders, threads=threads, rounds=rounds, items=PROMPT)
+        tokens = random_tokens(model.config.vocab_size, 1, PROMPT)
+        calls = _inference(_prefill_call(model, tokens), products(model, PROMPT, 1))
+        yield compare(f"prefill {PROMPT}, {size}", calls, threads=threads, rounds=rounds, items=PROMPT)
 
 
 def step(threads: int, rounds: int) -> Iterator[list[Measurement]]:
     """A training step against the model's own matrix products: one forward and two backward per weight."""
     for size, model in _sized_models():
-        tokens = torch.randint(model.config.vocab_size, (1, PROMPT), generator=torch.Generator().manual_seed(0))
+        tokens = random_tokens(model.config.vocab_size, 1, PROMPT)
         calls = {MODEL: _training_call(model, tokens), FLOOR: products(model, PROMPT, PROMPT, backward=True)}
-        contenders = [Contender(name, call) for name, call in calls.items()]
-        yield compare(f"training step {PROMPT}, {size}", contenders, threads=threads, rounds=rounds, items=PROMPT)
+        yield compare(f"training step {PROMPT}, {size}", calls, threads=threads, rounds=rounds, items=PROMPT)
 
 
 def _onnx_runner(model: Any, threads: int) -> Any:
@@ -196,19 +169,13 @@ def _training_call(model: Any, tokens: torch.Tensor) -> Callable[[], object]:
     return training_step(model, optimizer, lambda: model(tokens, labels=tokens, use_cache=False).loss)
 
 
+def _inference(model: Callable[[], object], floor: Callable[[], object]) -> dict[str, Callable[[], object]]:
+    return {MODEL: torch.inference_mode()(model), FLOOR: torch.inference_mode()(floor)}
+
+
 def _decode_call(model: Any, cache: Any, batch: int = 1) -> Callable[[], object]:
     token = torch.full((batch, 1), 7)
     return lambda: model(token, past_key_values=cache, use_cache=True)
-
-
-@torch.no_grad()
-def _prefilled_cache(model: Any, context: int) -> Any:
-    """The cache after ``context`` random tokens, read in chunks."""
-    tokens = torch.randint(VOCABULARY, (1, context), generator=torch.Generator().manual_seed(0))
-    cache = None
-    for piece in tokens.split(PREFILL_CHUNK, dim=1):
-        cache = model(piece, past_key_values=cache, use_cache=True, logits_to_keep=1).past_key_values
-    return cache
 
 
 @torch.no_grad()

@@ -6,36 +6,36 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from efla.bench import Suite
+from efla import EflaConfig
+from efla.bench import Suite, random_tokens
 from efla.integrations.transformers import accelerate_cpu
-from efla.runs.timing import Contender, Measurement, compare, training_step
+from efla.runs.timing import Measurement, compare, training_step
 
 TRANSFORMERS, ACCELERATED, FLOOR = "transformers Qwen3.5", "the same, accelerate_cpu", "its products"
 LENGTH, VOCABULARY, HEAD_DIM = 2048, 1024, 128
 TOKENS = 16  # decoded in a call, so that switching accelerate_cpu on and off does not count
 
 
-def qwen_model(width: int, layers: list[str], dtype: torch.dtype = torch.float32) -> Any:
-    """A randomly initialised text decoder with layers of these types."""
+def qwen_model(config: EflaConfig, layers: list[str] | None = None) -> Any:
+    """Qwen3.5's text decoder at the size of our config, randomly initialised.
+
+    layers: "linear" (the gated delta rule, default in every layer) or "full" (softmax attention).
+    """
     from transformers.models.qwen3_5.configuration_qwen3_5 import Qwen3_5TextConfig
     from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5ForCausalLM
 
     counts = ("num_attention_heads", "num_key_value_heads", "linear_num_key_heads", "linear_num_value_heads")
     widths = ("head_dim", "linear_key_head_dim", "linear_value_head_dim")
-    sizes: dict[str, Any] = dict.fromkeys(counts, width // HEAD_DIM) | dict.fromkeys(widths, HEAD_DIM)
-    config = Qwen3_5TextConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=width,
-        intermediate_size=3 * width,
-        num_hidden_layers=len(layers),
-        layer_types=[f"{kind}_attention" for kind in layers],
-        tie_word_embeddings=False,
-        pad_token_id=None,
-        **sizes,
-    )
+    sizes = sizes_of(config) | dict.fromkeys(counts, config.num_heads) | dict.fromkeys(widths, config.head_dim)
+    types = [f"{kind}_attention" for kind in layers or ["linear"] * config.num_hidden_layers]
     torch.manual_seed(0)
-    model: Any = Qwen3_5ForCausalLM(config)
-    return model.to(dtype)
+    return Qwen3_5ForCausalLM(Qwen3_5TextConfig(**sizes, layer_types=types, tie_word_embeddings=False))
+
+
+def sizes_of(config: EflaConfig) -> dict[str, Any]:
+    """What a config of transformers takes from ours."""
+    names = ("vocab_size", "hidden_size", "num_hidden_layers", "intermediate_size")
+    return {**{name: getattr(config, name) for name in names}, "pad_token_id": None}
 
 
 def suite(width: int, layers: int, dtype: torch.dtype, *, training: bool = True) -> Suite:
@@ -46,20 +46,23 @@ def suite(width: int, layers: int, dtype: torch.dtype, *, training: bool = True)
     """
 
     def measure(threads: int, rounds: int) -> Iterator[list[Measurement]]:
+        config = EflaConfig(
+            vocab_size=VOCABULARY, hidden_size=width, intermediate_size=3 * width, num_hidden_layers=layers,
+            num_heads=width // HEAD_DIM,
+        )  # fmt: skip
         size = f"Qwen3.5 {layers} layers of {width}, {str(dtype).removeprefix('torch.')}"
 
         def compared(
             work: str, call: Callable[[], object], floor: Callable[[], object], items: int
         ) -> list[Measurement]:
             calls = {TRANSFORMERS: call, ACCELERATED: accelerated(call), FLOOR: floor}
-            contenders = [Contender(contender, call) for contender, call in calls.items()]
-            return compare(f"{work}, {size}", contenders, threads=threads, rounds=rounds, items=items)
+            return compare(f"{work}, {size}", calls, threads=threads, rounds=rounds, items=items)
 
-        tokens = torch.randint(VOCABULARY, (1, LENGTH), generator=torch.Generator().manual_seed(0))
-        hybrid = qwen_model(width, [*["linear"] * 3, "full"] * (layers // 4), dtype)
+        tokens = random_tokens(VOCABULARY, 1, LENGTH)
+        hybrid = qwen_model(config, [*["linear"] * 3, "full"] * (layers // 4)).to(dtype)
         yield compared(f"decode {TOKENS}", _decode(hybrid, tokens[:, :64]), products(hybrid, 1, 1, TOKENS), TOKENS)
         del hybrid
-        model = qwen_model(width, ["linear"] * layers, dtype)
+        model = qwen_model(config).to(dtype)
         prefill = lambda: model.eval()(tokens, logits_to_keep=1, use_cache=False)  # noqa: E731
         yield compared(f"prefill {LENGTH}", prefill, products(model, LENGTH, 1), LENGTH)
         if training:

@@ -15,7 +15,7 @@ from torch import Tensor
 import efla
 from efla.bench import Suite, sgemm
 from efla.native import kernels
-from efla.runs.timing import Contender, Measurement, compare
+from efla.runs.timing import Calls, Measurement, compare
 from efla.scans.backends import native
 
 SGEMM_SIZE = 2048
@@ -94,7 +94,7 @@ def lengths(threads: int, rounds: int) -> Iterator[list[Measurement]]:
                 flops_of = {YARDSTICK: yardstick.flops(FORWARD_FLOPS)}
             yield compare(
                 f"length, forward {size}",
-                [Contender(name, call) for name, call in calls.items()],
+                calls,
                 threads=threads,
                 rounds=rounds,
                 useful_flops=size.flops(FORWARD_FLOPS),
@@ -111,7 +111,6 @@ def decode(threads: int, rounds: int) -> Iterator[list[Measurement]]:
     for width in (64, 128):
         for batch in DECODE_BATCHES:
             size = Size(batch, 1, 8, width)
-            repeats = 64 if batch <= 16 else 16
             calls: dict[str, Callable[[], object]] = {
                 "native": attention_call(size, "gated_delta", work="decoding"),
                 "native efla": attention_call(size, "efla", work="decoding"),
@@ -120,9 +119,10 @@ def decode(threads: int, rounds: int) -> Iterator[list[Measurement]]:
             }
             yield compare(
                 f"decode {size}",
-                [Contender(name, call, repeats) for name, call in calls.items()],
+                calls,
                 threads=threads,
                 rounds=3 * rounds,
+                repeats=64 if batch <= 16 else 16,
                 useful_flops=size.flops(FORWARD_FLOPS),
             )
 
@@ -157,8 +157,7 @@ def overhead(threads: int, rounds: int) -> Iterator[list[Measurement]]:
         "autograd alone": _with_gradients(lambda: (_Nothing.apply(*leaves), None), leaves),  # type: ignore[no-untyped-call]
     }
     for work, calls in ((f"decode {token}", decoding), (f"forward+backward {tokens}", training)):
-        contenders = [Contender(name, call, repeats=CALLS) for name, call in calls.items()]
-        yield compare(f"overhead, {work}", contenders, threads=threads, rounds=3 * rounds)
+        yield compare(f"overhead, {work}", calls, threads=threads, rounds=3 * rounds, repeats=CALLS)
 
 
 class _Nothing(torch.autograd.Function):
@@ -323,12 +322,9 @@ def _with_gradients(forward: Callable[[], Any], leaves: Sequence[Tensor]) -> Cal
     return call
 
 
-def _against_sgemm(
-    work: str, calls: dict[str, Callable[[], object]], threads: int, rounds: int, useful_flops: float
-) -> list[Measurement]:
+def _against_sgemm(work: str, calls: Calls, threads: int, rounds: int, useful_flops: float) -> list[Measurement]:
     product, flops_of = sgemm(SGEMM_SIZE)
-    contenders = [*(Contender(name, call) for name, call in calls.items()), product]
     return compare(
-        work, contenders, threads=threads, rounds=rounds, useful_flops=useful_flops, flops_of=flops_of,
+        work, {**calls, **product}, threads=threads, rounds=rounds, useful_flops=useful_flops, flops_of=flops_of,
         sample_seconds=SAMPLE_SECONDS,
     )  # fmt: skip

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from efla import state
-from efla.bench import Suite
-from efla.runs.timing import Contender, Measurement, compare
+from efla.bench import Suite, random_tokens
+from efla.runs.timing import Measurement, compare
 
 TOKENS, CONTEXT, PIECE = 64, 10_000, 2_000
 
@@ -18,24 +18,19 @@ def rewind(threads: int, rounds: int) -> Iterator[list[Measurement]]:
     """64 decoded tokens with and without the log."""
     model = _model()
     calls = {"decode": _decode(model, record=False), "decode, logged": _decode(model, record=True)}
-    contenders = [Contender(name, call) for name, call in calls.items()]
-    yield compare(f"decode {TOKENS}, 4 layers of 512", contenders, threads=threads, rounds=rounds, items=TOKENS)
+    yield compare(f"decode {TOKENS}, 4 layers of 512", calls, threads=threads, rounds=rounds, items=TOKENS)
 
 
 def loading(threads: int, rounds: int) -> Iterator[list[Measurement]]:
     """10,000 tokens, read or loaded."""
     model = _model()
-    tokens = torch.randint(model.config.vocab_size, (1, CONTEXT), generator=torch.Generator().manual_seed(0))
+    tokens = random_tokens(model.config.vocab_size, 1, CONTEXT)
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "state.safetensors"
-        state.save(_read(model, tokens), file)
-        calls: dict[str, Callable[[], object]] = {
-            "read": lambda: _read(model, tokens),
-            "load": lambda: state.load(file, model),
-        }
-        contenders = [Contender(name, call) for name, call in calls.items()]
+        state.save(read(model, tokens), file)
+        calls = {"read": lambda: read(model, tokens), "load": lambda: state.load(file, model)}
         work = f"the state after {CONTEXT:,} tokens, 4 layers of 512"
-        yield compare(work, contenders, threads=threads, rounds=rounds, items=CONTEXT)
+        yield compare(work, calls, threads=threads, rounds=rounds, items=CONTEXT)
 
 
 SUITES: dict[str, Suite] = {"rewind": rewind, "loading": loading}
@@ -48,7 +43,8 @@ def _model() -> Any:
 
 
 @torch.no_grad()
-def _read(model: Any, tokens: torch.Tensor) -> Any:
+def read(model: Any, tokens: torch.Tensor) -> Any:
+    """The cache after these tokens, read in pieces."""
     cache = None
     for piece in tokens.split(PIECE, dim=1):
         cache = model(piece, past_key_values=cache, use_cache=True, logits_to_keep=1).past_key_values
@@ -56,7 +52,7 @@ def _read(model: Any, tokens: torch.Tensor) -> Any:
 
 
 def _decode(model: Any, *, record: bool) -> Callable[[], object]:
-    cache = _read(model, torch.zeros(1, 8, dtype=torch.long))
+    cache = read(model, torch.zeros(1, 8, dtype=torch.long))
     if record:
         cache.activate_past_recording()
 

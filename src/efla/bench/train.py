@@ -12,13 +12,14 @@ import torch
 from rich.console import Console
 
 from efla import EflaForCausalLM
-from efla.bench import Suite, sgemm
-from efla.bench.models import llama_model, parameter_counts, qwen_model
+from efla.bench import Suite, random_tokens, sgemm
+from efla.bench.models import llama_model, parameter_counts
+from efla.bench.qwen import qwen_model
 from efla.data import corpora
 from efla.data.prepare import PrepareConfig, prepare
 from efla.models import presets
 from efla.models.accounting import flops_per_token
-from efla.runs.timing import Contender, Measurement, compare, training_step
+from efla.runs.timing import Measurement, compare, training_step
 from efla.train import loop, recipes
 from efla.train.config import TrainConfig
 from efla.train.engine import Engine
@@ -52,15 +53,15 @@ def step(threads: int, rounds: int) -> Iterator[list[Measurement]]:
         "transformers Qwen3.5 (gated delta)": qwen_model(presets.arm("gated-delta", PROFILE)),
         "transformers Llama (softmax)": llama_model(presets.arm("attention", PROFILE)),
     }
-    rows = _random_rows()
-    contenders = [Contender(name, _step_call(model, rows)) for name, model in models.items()]
+    rows = random_tokens(256, ROWS, LENGTH)
+    calls = {name: _step_call(model, rows) for name, model in models.items()}
     product, flops = sgemm(SGEMM_SIZE)
     flops |= {
         name: 3.0 * flops_per_token(presets.arm(arm, PROFILE), LENGTH // 2) * ROWS * LENGTH
         for name, arm in ARMS.items()
     }
     work = f"training step, {ROWS} rows of {LENGTH} bytes (parameters: {parameter_counts(models)})"
-    measured = compare(work, [*contenders, product], threads=threads, rounds=rounds, flops_of=flops)
+    measured = compare(work, {**calls, **product}, threads=threads, rounds=rounds, flops_of=flops)
     for m in measured:
         if m.contender != "sgemm":
             print(f"{m.contender}: {ROWS * LENGTH / m.median:,.0f} tokens/s")
@@ -76,16 +77,16 @@ def surroundings(threads: int, rounds: int) -> Iterator[list[Measurement]]:
         optimizer=replace(config.optimizer, steps=1_000_000),
         watch=replace(config.watch, save_every=0, validate_every=0, sample_tokens=0),
     )
-    rows = _random_rows()
+    rows = random_tokens(256, ROWS, LENGTH)
     bare, stepped = (EflaForCausalLM(config.model_config()) for _ in range(2))
     with tempfile.TemporaryDirectory() as folder:
-        contenders = [
-            Contender("forward and backward", _repeat(_backward_call(bare, rows))),
-            Contender("with clipping and AdamW", _repeat(_step_call(stepped, rows))),
-            Contender("the whole loop", _loop_call(config, Path(folder))),
-        ]
+        calls = {
+            "forward and backward": _repeat(_backward_call(bare, rows)),
+            "with clipping and AdamW": _repeat(_step_call(stepped, rows)),
+            "the whole loop": _loop_call(config, Path(folder)),
+        }
         work = f"{LOOP_STEPS} training steps, {ROWS} rows of {LENGTH} bytes"
-        measured = compare(work, contenders, threads=threads, rounds=rounds)
+        measured = compare(work, calls, threads=threads, rounds=rounds)
     _, stepping, whole = measured
     print(f"share of the loop outside forward, backward and optimizer: {1 - stepping.median / whole.median:.1%}")
     yield measured
@@ -108,16 +109,12 @@ def preparing(threads: int, rounds: int) -> Iterator[list[Measurement]]:
             return prepare(PrepareConfig(sources=(str(source),)), Path(folder) / str(next(runs)))
 
         work = f"prepare {size / 1e6:.1f} MB of text as bytes"
-        measured = compare(work, [Contender("prepare", call)], threads=1, rounds=rounds)
+        measured = compare(work, {"prepare": call}, threads=1, rounds=rounds)
     print(f"prepare: {size / 1e6 / measured[0].median:,.1f} MB/s in one process")
     yield measured
 
 
 SUITES: dict[str, Suite] = {"step": step, "surroundings": surroundings, "preparing": preparing}
-
-
-def _random_rows() -> torch.Tensor:
-    return torch.randint(1, 256, (ROWS, LENGTH), generator=torch.Generator().manual_seed(0))
 
 
 def _step_call(model: Any, rows: torch.Tensor) -> Callable[[], object]:

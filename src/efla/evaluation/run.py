@@ -20,7 +20,7 @@ from efla.evaluation.table import CARRIED
 from efla.evaluation.tasks import SOURCES, expand, load_task
 from efla.models.loading import Loaded, load_model, names_of
 from efla.runs.folder import RunFolder
-from efla.runs.progress import Counter, GridProgress
+from efla.runs.progress import Counter, GridProgress, format_values
 from efla.runs.records import Count, Record, check_fields, dumps
 from efla.runs.rows import read_rows, write_atomically
 
@@ -169,7 +169,7 @@ class TaskEvaluation(Evaluation):
         return {**super().config(), "share": self.settings.share}
 
     def summary(self, rows: Sequence[Record]) -> str:
-        return "  ".join(f"{name} {float(value):.4g}" for name, value in rows[-1]["metrics"].items())
+        return format_values(rows[-1]["metrics"])
 
     def run(self, loaded: Loaded, cell: str, output: Path, progress: Counter) -> list[Record] | str:
         from efla.evaluation.harness import HarnessModel, run_task, wikitext_items

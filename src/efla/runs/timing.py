@@ -3,20 +3,14 @@
 import math
 import statistics
 import time
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
 
 import torch
 from torch import nn
 
-
-@dataclass(frozen=True)
-class Contender:
-    """One way to do a piece of work. A sample is the mean of ``repeats`` calls, for very short work."""
-
-    name: str
-    call: Callable[[], object]
-    repeats: int = 1
+Calls = Mapping[str, Callable[[], object]]
+"""Contenders, the ways to do a piece of work, by name."""
 
 
 @dataclass(frozen=True)
@@ -50,21 +44,29 @@ class Measurement:
 
 
 def samples_in_turn(
-    contenders: Sequence[Contender], rounds: int, *, alternate: bool = False, done: Callable[[int], None] | None = None
+    calls: Calls,
+    rounds: int,
+    *,
+    repeats: int = 1,
+    sample_seconds: float = 0.0,
+    alternate: bool = False,
+    done: Callable[[int], None] | None = None,
 ) -> dict[str, list[float]]:
     """Seconds per call of every contender in every round, after an unmeasured round.
 
-    alternate: reverse the order in every other round. done: called with the number of finished rounds.
+    repeats: calls in a sample, for very short work, at least; sample_seconds: minimum duration of a sample. alternate:
+    reverse the order in every other round. done: called with the number of finished rounds.
     """
-    samples: dict[str, list[float]] = {contender.name: [] for contender in contenders}
-    for contender in contenders:
-        contender.call()
+    times = {name: max(repeats, _calls_in(call, sample_seconds)) for name, call in calls.items()}
+    samples: dict[str, list[float]] = {name: [] for name in calls}
+    for call in calls.values():
+        call()
     for number in range(rounds):
-        for contender in reversed(contenders) if alternate and number % 2 else contenders:
+        for name in reversed(list(calls)) if alternate and number % 2 else calls:
             start = time.perf_counter()
-            for _ in range(contender.repeats):
-                contender.call()
-            samples[contender.name].append((time.perf_counter() - start) / contender.repeats)
+            for _ in range(times[name]):
+                calls[name]()
+            samples[name].append((time.perf_counter() - start) / times[name])
         if done is not None:
             done(number + 1)
     return samples
@@ -73,10 +75,11 @@ def samples_in_turn(
 @torch.no_grad()
 def compare(
     work: str,
-    contenders: Iterable[Contender],
+    calls: Calls,
     *,
     threads: int,
     rounds: int,
+    repeats: int = 1,
     useful_flops: float | None = None,
     flops_of: dict[str, float] | None = None,
     items: float | None = None,
@@ -87,7 +90,7 @@ def compare(
     Gradients are disabled; a contender that needs them enables them. sample_seconds: minimum duration of a sample.
     Shorter work is repeated, so that the caches left by the previous contender do not matter.
     """
-    samples = samples_in_turn([_repeated(c, sample_seconds) for c in contenders], rounds, alternate=True)
+    samples = samples_in_turn(calls, rounds, repeats=repeats, sample_seconds=sample_seconds, alternate=True)
     measurements = []
     for name, times in samples.items():
         quartiles = statistics.quantiles(times, n=4) if len(times) > 1 else times * 3
@@ -98,15 +101,14 @@ def compare(
     return measurements
 
 
-def _repeated(contender: Contender, seconds: float) -> Contender:
-    """The contender with enough repeats for a sample of this duration."""
+def _calls_in(call: Callable[[], object], seconds: float) -> int:
+    """How many calls take this long."""
     if not seconds:
-        return contender
-    contender.call()
+        return 1
+    call()
     start = time.perf_counter()
-    contender.call()
-    needed = math.ceil(seconds / (time.perf_counter() - start))
-    return replace(contender, repeats=max(contender.repeats, needed))
+    call()
+    return math.ceil(seconds / (time.perf_counter() - start))
 
 
 def training_step(
@@ -136,7 +138,7 @@ def seconds_per_call(call: Callable[[], object], threads: int | None = None) -> 
     threads_before = torch.get_num_threads()
     torch.set_num_threads(threads or threads_before)
     try:
-        (times,) = samples_in_turn([Contender("", call)], 2).values()
+        (times,) = samples_in_turn({"": call}, 2).values()
     finally:
         torch.set_num_threads(threads_before)
     return min(times)

@@ -31,7 +31,7 @@ def test_a_timed_step_is_a_training_step_and_the_backends_agree_on_it() -> None:
     config = profile("quick")
     setting = config.setting("in-context-recall", "short")
     steps = {name: stepper(replace(config, backend=b), setting, "exact-flow", 4) for name, b in BACKENDS.items()}
-    losses = {step.name: [step.call() for _ in range(4)] for step in kernel_contenders(steps)}
+    losses = {name: [step() for _ in range(4)] for name, step in kernel_contenders(steps).items()}
     assert losses["native"][-1] < losses["native"][0]
     assert losses["native"] == pytest.approx(losses["chunked"], rel=1e-4)
     assert losses["native"] == pytest.approx(losses[PLAIN], rel=1e-4)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 
 from efla.bench.scan import Size, Work, attention_call
-from efla.runs.timing import Contender, compare
+from efla.runs.timing import compare
 
 RULES = ("delta", "efla", "gated_delta", "gated_efla", "ssd")
 WIDTHS = (64, 128, 256)
@@ -51,8 +51,8 @@ def run_grid(
             calls = {rule: attention_call(size, rule, backend, work=name, dtype=dtype, device=device) for rule in RULES}
             for call in calls.values():  # compiles and tunes the kernels
                 call()
-            contenders = [Contender(rule, _synchronized(call, device)) for rule, call in calls.items()]
-            seconds = {m.contender: m.median for m in compare(name, contenders, threads=1, rounds=rounds)}
+            timed = {rule: _synchronized(call, device) for rule, call in calls.items()}
+            seconds = {m.contender: m.median for m in compare(name, timed, threads=1, rounds=rounds)}
             for rule, median in seconds.items():
                 rate = size.batch * size.length / median / 1e6
                 yield RuleThroughput(name, rule, width, size.length, rate, seconds["delta"] / median)

@@ -13,7 +13,7 @@ from efla.experiments.experiment import Cell, Work
 from efla.experiments.mad.config import MadConfig, profile
 from efla.experiments.mad.model import build, loss_of
 from efla.experiments.mad.tasks import Setting, generate
-from efla.runs.timing import Contender, Measurement, compare, training_step
+from efla.runs.timing import Measurement, compare, training_step
 from efla.train.engine import Engine
 
 BATCH = 32
@@ -40,8 +40,8 @@ def step(threads: int, rounds: int) -> Iterator[list[Measurement]]:
         }
         flops = _matrix_flops(steps["native"])
         work = f"MAD training step, {task}, d{config.width} L{setting.seq_len} B{BATCH}, exact-flow"
-        contenders = [*kernel_contenders(steps), product]
-        measured = compare(work, contenders, threads=threads, rounds=rounds, useful_flops=flops, flops_of=flops_of)
+        calls = {**kernel_contenders(steps), **product}
+        measured = compare(work, calls, threads=threads, rounds=rounds, useful_flops=flops, flops_of=flops_of)
         chunked, multiplied = measured[1], measured[-1]
         least = flops / flops_of["sgemm"] * multiplied.median
         print(
@@ -53,10 +53,9 @@ def step(threads: int, rounds: int) -> Iterator[list[Measurement]]:
 
 def scan(threads: int, rounds: int) -> Iterator[list[Measurement]]:
     """The scan of one such layer alone, forward and backward."""
-    backends = [Contender(backend, scan_call(backend)) for backend in ("native", "chunked")]
-    yield compare(
-        f"its scan alone, forward and backward, B{BATCH} T127 H4 K32", backends, threads=threads, rounds=rounds
-    )
+    calls = {backend: scan_call(backend) for backend in ("native", "chunked")}
+    work = f"its scan alone, forward and backward, B{BATCH} T127 H4 K32"
+    yield compare(work, calls, threads=threads, rounds=rounds)
 
 
 SUITES: dict[str, Suite] = {"step": step, "scan": scan}

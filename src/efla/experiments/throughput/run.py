@@ -11,7 +11,7 @@ from efla.experiments.throughput.config import Shape, ThroughputConfig
 from efla.models.accounting import flops_per_token, parameter_count
 from efla.runs.provenance import PeakMemory
 from efla.runs.records import Record
-from efla.runs.timing import Contender, samples_in_turn
+from efla.runs.timing import samples_in_turn
 from efla.train.engine import Engine
 from efla.train.optimizer import build_optimizer
 from efla.train.step import train_step
@@ -34,7 +34,7 @@ class Throughput(Experiment[ThroughputConfig]):
         """All models stay in memory, so that a round can go from one arm to the next."""
         config, shape = self.config, Shape(**cell.settings)
         arms: Record = {}
-        contenders, memory = [], {}
+        steps, memory = {}, {}
         for number, arm in enumerate(config.arms, start=1):
             model, step = build_step(config, arm, shape)
             step()
@@ -42,7 +42,7 @@ class Throughput(Experiment[ThroughputConfig]):
             peak = PeakMemory(config.device)
             step()
             memory[arm] = peak.growth()
-            contenders.append(Contender(arm, step))
+            steps[arm] = step
             context = shape.length // 2  # softmax layers see half a row on average
             arms[arm] = {
                 "parameters": parameter_count(model),
@@ -50,7 +50,7 @@ class Throughput(Experiment[ThroughputConfig]):
             }
             report(0.2 * number / len(config.arms))
         samples = samples_in_turn(
-            contenders, config.rounds, alternate=True, done=lambda n: report(0.2 + 0.8 * n / config.rounds)
+            steps, config.rounds, alternate=True, done=lambda n: report(0.2 + 0.8 * n / config.rounds)
         )
         first = sorted(samples[config.arms[0]])[config.rounds // 2]
         tokens = shape.length * shape.batch
