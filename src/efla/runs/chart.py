@@ -34,7 +34,7 @@ class Series:
 
 
 class Guide(NamedTuple):
-    """A straight line across a chart; its meaning stands below the title, where no curve crosses it."""
+    """A straight line across a chart; its meaning is printed below the title, where no curve crosses it."""
 
     axis: Literal["x", "y"]
     at: float
@@ -95,7 +95,7 @@ def over_seeds(
 ) -> Series:
     """A series over seeds with a band of ± one standard deviation, within 0 and 100 where the unit is percent.
 
-    diverged: how many of its runs diverged. The label says so, and the seeds stand for the band, which would hide it.
+    diverged: how many of its runs diverged. The label says so, and seeds are drawn instead of the band, which would hide it.
     """
     points = [seed_point(x, value, unit, digits, dots=dots) for x, value in zip(*curve, strict=True)]
     if not diverged:
