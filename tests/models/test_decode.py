@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from efla import rules
 from efla.models import EflaForCausalLM
-from efla.models.modeling_efla import EflaBlock
+from efla.models.block import EflaBlock
 from efla.native import kernels
 from tests.models.tiny import VOCABULARY, tiny_model
 
