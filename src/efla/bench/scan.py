@@ -185,7 +185,7 @@ def short(threads: int, rounds: int) -> Iterator[list[Measurement]]:
             call = attention_call(size, "gated_delta", work=work)
             yield compare(
                 f"short, {name} {size}",
-                [Contender("native", call), Contender("native, 1 thread", partial(_on_one_thread, call, threads))],
+                {"native": call, "native, 1 thread": partial(_on_one_thread, call, threads)},
                 threads=threads,
                 rounds=3 * rounds,
                 useful_flops=size.flops(flops),
