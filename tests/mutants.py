@@ -65,8 +65,16 @@ EXCUSED: dict[tuple[str, str], str] = {
     ("efla.train.step.x_train_step", "total = torch.zeros((), dtype=torch.float64)"): CPU,
     (
         "efla.evaluation.likelihood.x__prefill",
-        "logits, cache = runner.prefill(_padded(prefixes, None, length, left=True), mask)",
+        "out = runner(padded(prefixes, None, length, left=True), keep=1, mask=mask, use_cache=True)",
     ): CPU,
+    (
+        "efla.evaluation.likelihood.x__prefill",
+        "out = runner(padded(prefixes, runner.device, length, left=True), keep=1, mask=mask, )",
+    ): SAME,  # what is left out is the default
+    (
+        "efla.evaluation.likelihood.x__score_continuations",
+        "for part in _batches([len(rest) - 1 for _, _, rest in rests], budget):",
+    ): SAME,  # batches of any size do
     ("efla.evaluation.run.xǁEvaluationǁevaluate", "device=settings.device,"): CPU,
     (
         "efla.evaluation.tasks.x_definition",
@@ -94,6 +102,10 @@ EXCUSED: dict[tuple[str, str], str] = {
         "efla.evaluation.run.xǁTaskEvaluationǁrun",
         "task = load_task(name, settings.data, )",
     ): SAME,  # the records are cut again
+    (
+        "efla.evaluation.items.x__line",
+        'verdict = "B better" if (d.value <= 0) == column.lower_is_better else "A better"',
+    ): SAME,  # a clear difference is not zero
     (
         "efla.evaluation.harness.x_run_task",
         "results = evaluate(model, tasks, limit=limit, log_samples=True)",
@@ -310,7 +322,8 @@ def reap(wait: dict[int, tuple[Mutant, float]]) -> None:
             else:
                 continue
             del wait[pid]
-            print({"survived": "S", "killed": ".", "timeout": "T"}[mutant.result], end="", flush=True)
+            marks = {"survived": f"\nS {mutant.name}\n", "killed": ".", "timeout": "T"}
+            print(marks[mutant.result], end="", flush=True)
             return
         time.sleep(0.02)
 

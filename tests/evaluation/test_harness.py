@@ -18,14 +18,14 @@ from efla.evaluation.items import metric_items
 from efla.evaluation.perplexity import why_not_carried
 from efla.evaluation.responses import ResponseLog
 from efla.evaluation.tasks import PAPER_TASKS
-from tests.evaluation.models import FAMILIES, TEXT, UniformLM, data_folder, llama, trained
+from tests.evaluation.models import FAMILIES, TEXT, UniformLM, data_folder, llama, trained, word_tokenizer
 from tests.evaluation.small_data import write_small_data
 
 pytest.importorskip("lm_eval", reason="the extra 'eval' is not installed")
 
 from lm_eval.models.huggingface import HFLM
 
-from efla.evaluation.harness import HarnessModel, run_task, sharing_agrees, wikitext_items
+from efla.evaluation.harness import HarnessModel, item_records, run_task, sharing_agrees, wikitext_items
 
 MODELS = [*FAMILIES, "llama"]
 
@@ -55,21 +55,6 @@ def instances(data: Path, limit: int | None = None, names: tuple[str, ...] = PAP
 def plain_harness(model: Any, tokenizer: Any, **options: Any) -> HFLM:
     with tasks.silence_lm_eval():
         return HFLM(pretrained=model, tokenizer=tokenizer, backend="causal", batch_size=4, max_length=256, **options)
-
-
-def word_tokenizer() -> Any:
-    """An ordinary tokenizer of transformers: words, with a bos put first."""
-    from tokenizers import Tokenizer, models, pre_tokenizers, processors, trainers
-    from transformers import PreTrainedTokenizerFast
-
-    tokenizer = Tokenizer(models.BPE(unk_token="<unk>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    trainer = trainers.BpeTrainer(
-        vocab_size=300, special_tokens=["<unk>", "<s>", "</s>"], initial_alphabet=pre_tokenizers.ByteLevel.alphabet()
-    )
-    tokenizer.train_from_iterator([TEXT], trainer)
-    tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", unk_token="<unk>")
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -279,6 +264,23 @@ def test_a_model_that_cannot_fork_is_scored_the_plain_way(small_data):
         expected = plain_harness(llama(), ByteTokenizer()).loglikelihood(asked)
     assert [value for value, _ in found] == pytest.approx([value for value, _ in expected], abs=1e-4)
     assert sharing_agrees(llama(), [])
+
+
+def test_items_hold_what_is_needed_of_the_harness_samples():
+    def found(task: str, **sample: Any) -> Any:
+        other = {"doc_id": 3, "doc_hash": "f" * 64, **sample}
+        (first, second) = item_records(task, [other, {**sample, "doc_id": 1}])
+        assert first | {"doc_id": 3, "doc_hash": "f" * 16} == second
+        return first
+
+    about = {"doc_id": 1, "doc_hash": ""}
+    page = {"filtered_resps": [-2.0], "word_perplexity": (-2.0, 5), "bits_per_byte": (-2.0, 30)}
+    assert found("wikitext", **page) == {**about, "log_prob": -2.0, "words": 5, "bytes": 30}
+    passage = {"filtered_resps": [(-3.0, True)], "arguments": [("At the", " café")]}
+    assert found("lambada_openai", **passage) == {**about, "log_prob": -3.0, "acc": 1.0, "bytes": 6}
+    choices = {"filtered_resps": [(-1, True), [-2, False]], "metrics": ["acc", "extra"], "acc": True, "extra": [1, 2]}
+    assert found("piqa", **choices) == {**about, "log_probs": [-1.0, -2.0], "acc": 1.0}
+    assert found("gsm8k", filtered_resps=["12"], metrics=["match"], match=0) == {**about, "match": 0.0}
 
 
 def test_the_harness_is_told_what_the_model_is():

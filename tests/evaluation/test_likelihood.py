@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import random
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -171,6 +171,23 @@ def test_a_model_without_a_mask_for_padding_is_scored_without_sharing():
     found = score(Maskless(), requests)
     assert [s.log_prob for s in found] == pytest.approx([-math.log(256)] * 2, rel=1e-6)
     assert Maskless.shapes == [(2, 20)]
+
+
+def test_positions_are_counted_from_the_first_token_after_the_padding():
+    class Recorded(UniformLM):
+        asked: ClassVar[dict[str, Any]] = {}
+
+        def forward(self, input_ids, position_ids=None, attention_mask=None, past_key_values=None, **options):
+            self.asked.update(positions=position_ids, mask=attention_mask, cache=past_key_values, **options)
+
+    model = Recorded()
+    model.config.model_type = "other"
+    mask = torch.tensor([[0, 0, 1, 1], [1, 1, 1, 1]])
+    likelihood._Runner(model)(torch.ones(2, 4, dtype=torch.long), mask=mask, keep=1, use_cache=True)
+    assert Recorded.asked["positions"].tolist() == [[0, 0, 0, 1], [0, 1, 2, 3]]
+    assert (Recorded.asked["mask"] is mask, Recorded.asked["use_cache"]) == (True, True)
+    likelihood._Runner(model)(torch.ones(2, 1, dtype=torch.long), mask=mask, cache="state")
+    assert (Recorded.asked["positions"].tolist(), Recorded.asked["cache"]) == ([[1], [3]], "state")
 
 
 @pytest.mark.parametrize("name", ["efla", "llama"])

@@ -7,6 +7,7 @@ from dataclasses import asdict
 from typing import Any
 
 import pytest
+import torch
 from rich.console import Console
 
 from efla import cli
@@ -15,9 +16,11 @@ from efla.evaluation import bits_by_position, doubling_buckets, tasks
 from efla.evaluation.long_context import LengthEvaluation, LengthSettings, load_text
 from efla.evaluation.recall import finetune_on_recall, make_batch, recall, usable_tokens
 from efla.evaluation.run import EvaluationSettings
-from efla.runs.progress import Counter
+from efla.models import EflaConfig, EflaForCausalLM
+from efla.models.loading import Loaded
+from efla.runs.progress import Counter, GridProgress
 from efla.runs.rows import read_rows
-from tests.evaluation.models import models_of, quiet_console, trained
+from tests.evaluation.models import TEXT, byte_config, models_of, quiet_console, trained, word_tokenizer
 
 
 def test_long_contexts_give_curves_figures_and_a_section(folders, tmp_path, capsys, monkeypatch):
@@ -83,6 +86,47 @@ def check_length_rows(rows: list[dict[str, Any]], text: str) -> None:
     }
     assert cell["config"] == {**config, "batch_tokens": 4096}
     assert cell["wall_seconds"] > 0 and cell["digest"] and cell["versions"] and cell["threads"] >= 1
+
+
+def test_rows_are_what_the_library_measures(folders, tmp_path):
+    text = tmp_path / "text.txt"
+    text.write_text("A line of text that goes on. " * 60)
+    asked = LengthSettings(text=str(text), positions=500, rows=2, pairs=(2, 4), lengths=(16, 32))
+    evaluation = LengthEvaluation(EvaluationSettings(), asked)
+    check_length_rows(evaluation.evaluate(models_of(folders, "efla"), tmp_path, quiet_console()), text.read_text())
+
+
+def test_tokens_of_several_bytes_and_special_ones(tmp_path, monkeypatch):
+    """A tokenizer that puts a bos first: not in the text, but before sequences to recall, and in none of them."""
+    tokenizer, text = word_tokenizer(), tmp_path / "text.txt"
+    text.write_text(TEXT + "Wörter.")
+    tokens, size = tokenizer.encode(text.read_text(), add_special_tokens=False), len(text.read_bytes())
+    torch.manual_seed(0)
+    model = EflaForCausalLM(byte_config(vocab_size=len(tokenizer), pad_token_id=5)).eval()
+    loaded = Loaded("words", model, tokenizer, 64, "nowhere")
+    last, counter = len(tokens) // 3 - 1, GridProgress(None, 1).start("")
+    asked = LengthSettings(text=str(text), positions=last, rows=8, pairs=(4,), lengths=(16,), seed=3)
+    evaluation = LengthEvaluation(EvaluationSettings(batch_tokens=40), asked)
+    *rows, about = evaluation.run(loaded, "positions", tmp_path, counter)
+    starts = [0, (len(tokens) - last - 1) // 2, len(tokens) - last - 1]
+    curve = bits_by_position(model, [tokens[s : s + last + 1] for s in starts], doubling_buckets(last))
+    assert [row["bits_per_token"] for row in rows] == pytest.approx(curve.bits, rel=1e-5)
+    assert [row["bits_per_byte"] for row in rows] == pytest.approx(
+        [b * len(tokens) / size for b in curve.bits], rel=1e-5
+    )
+    assert {row["num_rows"] for row in rows} == {3}, "three stretches fit"
+    assert about == {"trained_length": 256}
+    found, _ = evaluation.run(loaded, "recall-4-16", tmp_path, counter)
+    batch = make_batch(usable_tokens(len(tokenizer), [0, 1, 2, 5]), 4, 16, 64, 3, prefix=1)
+    assert found == {"row": "recall", **asdict(recall(model, batch, 4, 16)), "chance": 0.25, "steps": 0}
+    del model.config.max_position_embeddings
+    monkeypatch.delattr(EflaConfig, "max_position_embeddings")  # as a Mamba of transformers has none
+    whole = LengthSettings(text=str(text), positions=len(tokens) - 1)
+    *rows, about = LengthEvaluation(EvaluationSettings(), whole).run(loaded, "positions", tmp_path, counter)
+    assert (rows[-1]["end"], rows[-1]["num_rows"], about) == (len(tokens) - 1, 1, {"trained_length": 0})
+    longer = LengthSettings(text=str(text), positions=len(tokens))
+    with pytest.raises(ValueError, match="give a longer --text or fewer --positions"):
+        LengthEvaluation(EvaluationSettings(), longer).run(loaded, "positions", tmp_path, counter)
 
 
 def test_recall_after_training_on_it_is_that_of_the_trained_copy(folders, tmp_path, monkeypatch):

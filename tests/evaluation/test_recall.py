@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from efla.evaluation.recall import finetune_on_recall, make_batch, recall, usable_tokens
+from efla.evaluation.recall import RecallBatch, finetune_on_recall, make_batch, recall, usable_tokens
 from efla.models import EflaForCausalLM
 from tests.evaluation.models import UniformLM, byte_config
 
@@ -91,6 +91,25 @@ def test_training_on_recall_leaves_the_model_itself_alone():
         finetune_on_recall(model, usable_tokens(256, [0]), [], steps=3, seed=0)
     with pytest.raises(ValueError, match="at least one step"):
         finetune_on_recall(model, usable_tokens(256, [0]), [(2, 16)], steps=0, seed=0)
+
+
+def test_training_on_recall_warms_up_decays_and_goes_round_the_settings(monkeypatch):
+    seen: list[tuple[float, float, RecallBatch]] = []
+
+    def recorded(model: Any, optimizer: Any, loss: Any, *, clip: float) -> Any:
+        seen.append((clip, optimizer.param_groups[0]["lr"], loss.args[1]))
+        return optimizer.step
+
+    monkeypatch.setattr("efla.evaluation.recall.training_step", recorded)
+    usable, grid = usable_tokens(256, [0]), [(2, 16), (4, 20)]
+    finetune_on_recall(UniformLM(), usable, grid, steps=20, seed=7, prefix=0, rate=2e-3, batch_tokens=64)
+    assert [(clip, rate) for clip, rate, _ in seen] == [
+        (1.0, pytest.approx(2e-3 * min((t + 1) / 2, 1 - t / 20))) for t in range(20)
+    ]
+    for step, (_, _, batch) in enumerate(seen):
+        pairs, length = grid[step % 2]
+        expected = make_batch(usable, pairs, length, 64 // length, 7 + 1_000_003 * (step + 1), prefix=0)
+        assert torch.equal(batch.tokens, expected.tokens) and torch.equal(batch.positions, expected.positions)
 
 
 @pytest.mark.slow

@@ -134,6 +134,7 @@ def test_a_comparison_in_words():
         (piqa, Difference(50.0, 53.0, 2.0, 4.0, 0.004, 10)),
         (piqa, Difference(50.0, 51.0, -1.0, 3.0, 0.5, 10)),
         (bits, Difference(1.25, 1.0, -0.5, 0.25, 0.2, 3)),
+        (bits, Difference(1.0, 1.25, 0.125, 0.5, 0.002, 3)),
         (wiki, Difference(1e6, 4e6, 1e6, 3e6, 0.0, 3)),
         (wiki, Difference(math.inf, 4e6, 1e6, 3e6, 0.0, 3000)),
     ]
@@ -145,6 +146,7 @@ def test_a_comparison_in_words():
         ["PIQA", "10", "50.00", "53.00", "+3.00", "+2.00 to +4.00", "0.004", "B better"],
         ["PIQA", "10", "50.00", "51.00", "+1.00", "-1.00 to +3.00", "0.500", "no clear difference"],
         ["Wiki. bits/byte", "3", "1.250", "1.000", "-0.250", "-0.500 to +0.250", "0.200", "no clear difference"],
+        ["Wiki. bits/byte", "3", "1.000", "1.250", "+0.250", "+0.125 to +0.500", "0.002", "A better"],
         ["Wiki. ppl", "3", "1e+06", "4e+06", "+3e+06", "+1e+06 to +3e+06", "< 0.001", "A better"],
         ["Wiki. ppl", "3000", "inf", "4e+06", "", "", "", "not finite"],
     ]

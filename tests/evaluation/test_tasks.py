@@ -265,6 +265,49 @@ def test_missing_and_damaged_files_are_named(tmp_path):
         tasks.load_task("lambada_openai", data)
 
 
+FIELDS = {
+    "lambada_openai": "text", "piqa": "goal sol1 sol2", "hellaswag": "ctx_a ctx_b activity_label endings label",
+    "winogrande": "sentence option1 option2 answer", "arc_easy": "question answerKey", "boolq": "question passage label",
+    "openbookqa": "question_stem choices answerKey",
+    "sciq": "question distractor1 distractor2 distractor3 correct_answer support",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FIELDS)
+def test_a_record_that_lacks_a_field_is_refused_by_name(name, tmp_path):
+    data = write_small_data(tmp_path)
+    file = data / tasks.SOURCES[name].files[0]
+    record = json.loads(tasks.read_text(tasks.task_file(data, tasks.SOURCES[name].files[0], name)).splitlines()[0])
+    for field in FIELDS[name].split():
+        file.write_text(json.dumps({key: value for key, value in record.items() if key != field}) + "\n")
+        with pytest.raises(ValueError, match=rf"line 1 lacks {field}; is it the published file\?"):
+            tasks.local_records(name, data)
+
+
+def test_records_without_a_number_are_counted_and_impossible_answers_named(tmp_path):
+    arc, boolq = tmp_path / "eval/ARC-Easy-Test.jsonl", tmp_path / "eval/boolq_superglue_val.jsonl"
+    write_small_data(tmp_path)
+    question = {"stem": "Why?", "choices": [{"text": "So.", "label": "A"}]}
+    records = [{"question": question, "answerKey": key} for key in "AAB"]
+    arc.write_text("".join(json.dumps(record) + "\n" for record in records[:2]))
+    assert [record["id"] for record in tasks.local_records("arc_easy", tmp_path)] == ["1", "2"]
+    arc.write_text("".join(json.dumps(record) + "\n" for record in records))
+    with pytest.raises(ValueError, match="record 3: answerKey 'B' is not among its choices"):
+        tasks.local_records("arc_easy", tmp_path)
+    records = [{"question": "q", "passage": "p", "label": label} for label in (True, "False", 1)]
+    boolq.write_text("".join(json.dumps(record) + "\n" for record in records[:2]))
+    assert tasks.local_records("boolq", tmp_path) == [
+        {"question": "q", "passage": "p", "idx": 0, "label": 1},
+        {"question": "q", "passage": "p", "idx": 1, "label": 0},
+    ]
+    boolq.write_text("".join(json.dumps(record) + "\n" for record in records))
+    with pytest.raises(ValueError, match="record 3: label must be true or false, got 1"):
+        tasks.local_records("boolq", tmp_path)
+    (tmp_path / "eval/piqa_dev-labels.lst").write_text("0\n2\n")
+    with pytest.raises(ValueError, match=r"got 2 entries \['0', '2'\]; the two files do not belong together"):
+        tasks.local_records("piqa", tmp_path)
+
+
 def test_the_data_folder_is_the_one_given_or_that_of_the_environment(tmp_path, monkeypatch):
     monkeypatch.setenv("EFLA_DATA", str(tmp_path))
     assert files.data_folder(None) == tmp_path

@@ -43,10 +43,7 @@ class Items:
 
     def exact_metric(self) -> float:
         """The metric of exactly rounded sums; perplexities that overflow are infinite."""
-        ratio = math.fsum(self.values) / float(self.weights.sum())
-        if self.kind == "perplexity":
-            return math.exp(-ratio) if -ratio < 709 else math.inf
-        return float(_combine(self.kind, ratio, 1.0))
+        return float(_combine(self.kind, math.fsum(self.values), float(self.weights.sum())))
 
     def resampled(self, counts: NDArray[np.int64]) -> Array:
         """The metric of each resample; counts [r, n] are how often each item was drawn."""
