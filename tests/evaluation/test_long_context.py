@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import io
 from dataclasses import asdict
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from rich.console import Console
@@ -175,6 +177,21 @@ def test_impossible_lengths_are_refused(changes, message):
     with pytest.raises(ValueError, match=message):
         LengthSettings(**changes)
     assert LengthSettings(positions=1, rows=1, pairs=(1,), lengths=(4,)).grid == [(1, 4)]
+
+
+def test_a_corpus_is_read_as_text(tmp_path, monkeypatch):
+    asked = []
+
+    def load(*arguments: Any) -> Any:
+        asked.append(arguments)
+        return SimpleNamespace(test=np.frombuffer(" a\0ö".encode() + b"\xc3 ", np.uint8))  # cut inside of a letter
+
+    monkeypatch.setattr(corpora, "load", load)
+    monkeypatch.setattr(corpora, "find_in", lambda name, folder: asked.append((name, folder)) or folder)
+    assert load_text(None, None) == ("python-docs", "a\n\nö")
+    assert load_text(None, tmp_path) == ("novels", "a\n\nö")
+    assert load_text("enwik8", tmp_path) == ("enwik8", "a\n\nö")
+    assert asked == [("python-docs", None), ("novels", tmp_path), ("novels", tmp_path), ("enwik8", tmp_path)]
 
 
 def test_the_text_of_long_contexts_is_the_best_there_is(folders, tmp_path):

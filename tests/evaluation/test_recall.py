@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from itertools import pairwise
 from typing import Any
 
@@ -59,6 +60,19 @@ def test_a_perfect_memory_recalls_all_and_none_is_at_chance():
     blank = recall(UniformLM(), batch, 8, 64)
     assert blank.accuracy == 0.0  # all tokens tie, the first wins
     assert abs(blank.among_values - 1 / 8) < 4 * blank.among_values_error + 1e-9
+
+
+def test_errors_are_over_sequences():
+    batch, forgetful = make_batch(usable_tokens(256, [0]), 8, 64, 2, seed=1), LookupLM(20)
+    one, two = (recall(forgetful, batch.to(torch.device("cpu"), slice(i, i + 1)), 8, 64) for i in (0, 1))
+    both = recall(forgetful, batch, 8, 64, batch_tokens=64)
+    assert (both.num_pairs, both.length, both.num_sequences, one.num_sequences) == (8, 64, 2, 1)
+    assert one.accuracy != two.accuracy and one.among_values != two.among_values
+    mean, error = (one.accuracy + two.accuracy) / 2, abs(one.accuracy - two.accuracy) / 2
+    assert (both.accuracy, both.accuracy_error) == pytest.approx((mean, error))
+    mean, error = (one.among_values + two.among_values) / 2, abs(one.among_values - two.among_values) / 2
+    assert (both.among_values, both.among_values_error) == pytest.approx((mean, error))
+    assert math.isnan(one.accuracy_error) and math.isnan(one.among_values_error)
 
 
 def test_impossible_settings_are_named():

@@ -81,7 +81,8 @@ def test_a_row_says_all_about_how_it_was_made(evaluated, folders):
         assert set(row) - set(common) - set(own) == {
             "metrics", "standard_errors", "wall_seconds", "started", "versions", "commit", "machine",
         }  # fmt: skip
-        assert row["wall_seconds"] > 0
+        assert 0 < row["wall_seconds"] == round(row["wall_seconds"], 3) < 600
+        assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\+00:00", row["started"])
         assert {"lm-eval", "transformers", "torch"} <= set(row["versions"])
     assert rows["llama", "piqa"]["mixers"] == rows["llama", "piqa"]["model_type"] == "llama"
     results = json.loads((evaluated / "lm_eval/efla/results.json").read_text())

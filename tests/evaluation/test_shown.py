@@ -224,10 +224,11 @@ def test_long_contexts_are_shown_as_two_tables(tmp_path, monkeypatch):
     out = io.StringIO()
     show_length([row for row in length_rows() if row["row"] == "cell"], tmp_path, Console(file=out))
     assert out.getvalue().split() == ["figure:", str(tmp_path / "figures" / "a.svg")]
-    monkeypatch.setattr("efla.runs.vega.unavailable", lambda: "why")
+    reason = "altair [missing] " * 9
+    monkeypatch.setattr("efla.runs.vega.unavailable", lambda: reason)
     out = io.StringIO()
-    show_length([], tmp_path, Console(file=out))
-    assert out.getvalue() == "no figures: why\n"
+    show_length([], tmp_path, Console(file=out, width=40))
+    assert out.getvalue() == f"no figures: {reason}\n", "neither wrapped nor read as markup"
 
 
 def test_a_model_has_its_mixers_colour_where_it_is_free():

@@ -47,7 +47,7 @@ def length_sections(rows: Sequence[Record], source: str) -> list[Section]:
     """Loss by position and associative recall."""
     cells = [row for row in rows if row["row"] == "cell"]
     probes = [row for row in rows if row["row"] == "recall"]
-    steps = max((int(row.get("steps", 0)) for row in probes), default=0)
+    steps = max((int(row["steps"]) for row in probes), default=0)
     limits = [
         "Anything about a trained length: positions past a model's own (in the table) are extrapolation.",
         "That a difference between two models is due to their mixers: one run each, seeds unknown.",
