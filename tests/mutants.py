@@ -102,6 +102,8 @@ EXCUSED: dict[tuple[str, str], str] = {
         "efla.evaluation.run.xǁTaskEvaluationǁrun",
         "task = load_task(name, settings.data, )",
     ): SAME,  # the records are cut again
+    ("efla.evaluation.long_context.xǁLengthEvaluationǁ_positions", "batch_rows=max(1, batch_tokens // 1024),"): SAME,
+    ("efla.evaluation.long_context.xǁLengthEvaluationǁ_positions", "window=min(1024, batch_tokens),"): SAME,
     (
         "efla.evaluation.section.x_length_sections",
         'steps = max((int(row["steps"]) for row in probes), default=None)',

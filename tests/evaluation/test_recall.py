@@ -115,14 +115,14 @@ def test_training_on_recall_warms_up_decays_and_goes_round_the_settings(monkeypa
         return optimizer.step
 
     monkeypatch.setattr("efla.evaluation.recall.training_step", recorded)
-    usable, grid = usable_tokens(256, [0]), [(2, 16), (4, 20)]
-    finetune_on_recall(UniformLM(), usable, grid, steps=20, seed=7, prefix=0, rate=2e-3, batch_tokens=64)
+    usable, grid = usable_tokens(256, [0]), [(2, 16), (4, 20), (2, 100)]
+    finetune_on_recall(UniformLM(), usable, grid, steps=25, seed=7, prefix=0, rate=2e-3, batch_tokens=64)
     assert [(clip, rate) for clip, rate, _ in seen] == [
-        (1.0, pytest.approx(2e-3 * min((t + 1) / 2, 1 - t / 20))) for t in range(20)
+        (1.0, pytest.approx(2e-3 * min((t + 1) / 2, 1 - t / 25))) for t in range(25)
     ]
     for step, (_, _, batch) in enumerate(seen):
-        pairs, length = grid[step % 2]
-        expected = make_batch(usable, pairs, length, 64 // length, 7 + 1_000_003 * (step + 1), prefix=0)
+        pairs, length = grid[step % 3]
+        expected = make_batch(usable, pairs, length, max(1, 64 // length), 7 + 1_000_003 * (step + 1), prefix=0)
         assert torch.equal(batch.tokens, expected.tokens) and torch.equal(batch.positions, expected.positions)
 
 
