@@ -15,6 +15,7 @@ import efla
 from efla.experiments.smnist.config import ARMS, SmnistConfig
 from efla.layers import RMSNorm, ShortConvolution
 from efla.models.accounting import parameter_count
+from efla.native import rows
 from efla.rules import get
 from efla.rules.base import StepCoefficients, without_decay
 from efla.rules.exact_flow import ExactFlow
@@ -223,10 +224,10 @@ class AuthorsClassifier(nn.Module):
     def forward(self, pixels: Tensor) -> Tensor:
         q, k, v, beta = self.project(pixels)
         if self.block == "authors-qnorm":
-            q = functional.normalize(q, dim=-1)
+            q = _unit(q)
         if self.arm.l2_keys:
-            k = functional.normalize(k, dim=-1)
-        self.probe.see(beta.detach() * k.detach().square().sum(-1, keepdim=True))
+            k = _unit(k)
+        self.probe.see(beta.detach() * torch.linalg.vector_norm(k.detach(), dim=-1, keepdim=True).square())
         q, k, v = (y[:, :, None] for y in (q.expand_as(k), k, v))  # one head
         o = self.probe.scan(q, k, v, beta, None, **self.options)[:, :, 0]
         read = self.norm(o).mean(1) if self.block == "authors-mean" else self.norm(o[:, -1])
@@ -235,7 +236,7 @@ class AuthorsClassifier(nn.Module):
 
     def project(self, pixels: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """q, k, v: [B, T, D] before any norm, and beta: [B, T, 1]; q: [B, 1, D] where only the last one is read."""
-        x = functional.gelu(self.embed(pixels[..., None]) + self.positions)
+        x = functional.gelu(torch.addcmul(self.positions, pixels[..., None], self.embed.weight[:, 0]))
         every_query = self.block in ("authors-conv", "authors-mean")
         q, k, v = self.q(x if every_query else x[:, -1:]), self.k(x), self.v(x)
         if self.block == "authors-silu":
@@ -243,6 +244,13 @@ class AuthorsClassifier(nn.Module):
         elif self.block == "authors-conv":
             q, k, v = (conv(y)[0] for conv, y in zip(self.convs, (q, k, v), strict=True))
         return q, k, v, torch.sigmoid(self.beta(x))
+
+
+def _unit(x: Tensor) -> Tensor:
+    """x / |x| over the last axis as functional.normalize has it, by our kernel where it applies: its backward pass is four
+    times as fast."""
+    unit = rows.l2_norm(x, 1e-24)
+    return functional.normalize(x, dim=-1) if unit is None else unit
 
 
 Model = Classifier | AuthorsClassifier
