@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import efla
-from efla.scans.operators import scan_op
+from efla.scans.operators import scan_backward_op, scan_op
 from efla.testing import make_inputs
 from tests.scans.cases import BACKENDS
 
@@ -152,6 +152,38 @@ def test_a_float64_state_makes_the_whole_call_float64(backend, grad):
     expected = inputs.double().call("reference")
     assert (o.dtype, state.dtype) == (torch.float32, torch.float64)
     torch.testing.assert_close(state, expected[1], rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("backend", ALL_BACKENDS)
+def test_the_operator_returns_gradients_of_the_inputs_dtypes(backend):
+    """Autograd would cast them by itself; compiled code takes them as they are."""
+    inputs = make_inputs("efla", length=20, dtype=torch.bfloat16, initial_state=True)
+    scalar = inputs.beta.float()
+    tensors = (inputs.q, inputs.k, inputs.v, -scalar, scalar, scalar, None, None, inputs.initial_state)
+    settings = (0.5, 16, "", "", backend)
+    o, _, saved = scan_op(*tensors, None, *settings, True)
+    grads = scan_backward_op(*tensors, None, saved, o, None, *settings)
+    for x, grad in zip(tensors, grads, strict=True):
+        assert x is None or (grad.dtype, grad.shape) == (x.dtype, x.shape)
+
+
+@pytest.mark.parametrize("backend", ALL_BACKENDS)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=["float64", "bfloat16"])
+def test_scalars_of_another_dtype_are_converted(backend, dtype):
+    inputs = make_inputs("efla", length=20)
+    scalars = [x.to(dtype) for x in (-inputs.beta, inputs.beta, 0.5 * inputs.beta)]
+    options = {"output_final_state": True, "backend": backend}
+    found = efla.scan(inputs.q, inputs.k, inputs.v, *scalars, **options)
+    expected = efla.scan(inputs.q, inputs.k, inputs.v, *(x.float() for x in scalars), **options)
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("backend", ALL_BACKENDS)
+def test_the_state_after_no_tokens_is_a_copy(backend):
+    inputs = make_inputs("efla", length=0, initial_state=True)
+    _, state = inputs.call(backend)
+    torch.testing.assert_close(state, inputs.initial_state, rtol=0, atol=0)
+    assert state.data_ptr() != inputs.initial_state.data_ptr()
 
 
 @pytest.mark.parametrize("rule", ["efla", "gated_efla"])

@@ -11,6 +11,7 @@ import torch
 import efla
 from efla.errors import LayoutWarning
 from efla.testing import make_inputs
+from tests.scans.cases import BACKENDS
 
 
 def call(rule="efla", **changes):
@@ -130,6 +131,14 @@ def test_scan_rejects_a_growing_memory():
         efla.scan(inputs.q, inputs.k, inputs.v, torch.full((2, 8, 2), 0.1), inputs.beta, inputs.beta)
 
 
+@pytest.mark.parametrize("name", ["log_decay", "erase", "write"])
+def test_scan_names_the_scalar_of_another_shape(name):
+    inputs = make_inputs("efla", length=8)
+    scalars = dict.fromkeys(("log_decay", "erase", "write"), -inputs.beta) | {name: inputs.beta[:, :7]}
+    with pytest.raises(ValueError, match=rf"^{name} must have shape \[B, T, H\] = \[2, 8, 2\]"):
+        efla.scan(inputs.q, inputs.k, inputs.v, **scalars)
+
+
 def test_value_checks_can_be_switched_off():
     with efla.validation("off"):
         call(beta=torch.full((2, 8, 2), -0.25))
@@ -160,4 +169,4 @@ def test_auto_logs_its_choice_once(caplog, grad):
     with caplog.at_level("INFO", logger="efla"), torch.set_grad_enabled(grad):
         call()
         call()
-    assert len([r for r in caplog.records if "runs scans on cpu" in r.message]) == 1
+    assert [r.message.partition(" (")[0] for r in caplog.records] == [f"backend '{BACKENDS[0]}' runs scans on cpu"]
