@@ -397,6 +397,7 @@ _GATED_DELTA_NET = frozenset({
     "norm", "out_proj", "pop", "reshape", "shape", "sigmoid", "softplus", "split", "squeeze", "torch",
     "torch_chunk_gated_delta_rule", "torch_recurrent_gated_delta_rule", "transpose", "update_conv_state",
     "update_recurrent_state", "value_dim", "weight",
+    "num_k_heads", "num_v_heads", "repeat_interleave",  # before 5.23: keys of grouped values, which the kernel need not repeat
 })  # fmt: skip
 
 
