@@ -13,7 +13,7 @@ import pytest
 from rich.console import Console
 
 from efla.experiments.runner import run
-from efla.runs.folder import CONFIG, RunFolder
+from efla.runs.folder import CONFIG, RunFolder, read_config
 from efla.runs.records import from_record, to_record
 from efla.runs.rows import ROWS, read_rows
 from tests.experiments.rows import without_volatile
@@ -100,6 +100,13 @@ def test_another_config_is_refused_and_nothing_is_changed(tmp_path: Path) -> Non
     with pytest.raises(ValueError, match="factor: 3 there, 4 now"):
         _run(TinyConfig(factor=4), tmp_path)
     assert {file.name: file.read_bytes() for file in tmp_path.iterdir()} == before
+
+
+def test_a_command_that_failed_at_once_does_not_hold_its_folder(tmp_path: Path) -> None:
+    with RunFolder.open(tmp_path, "tiny", {"factor": 4}):
+        pass  # no row
+    _run(TinyConfig(), tmp_path)
+    assert read_config(tmp_path)["protocol"]["factor"] == 3
 
 
 def test_rows_without_a_config_are_refused(tmp_path: Path) -> None:

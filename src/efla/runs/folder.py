@@ -99,12 +99,15 @@ def read_config(path: Path) -> Record:
 
 
 def _check_config(path: Path, experiment: str, protocol: Record) -> None:
-    if not (path / CONFIG).exists():
-        if (path / ROWS).exists():
-            raise ValueError(f"{path} holds rows but no {CONFIG} that says what they are; choose another --output")
-        write_config(path, {"format": FORMAT, "experiment": experiment, "protocol": protocol})
-        return
-    found = read_config(path)
-    there = {"format": found.get("format"), "experiment": found["experiment"], **found["protocol"]}
-    now = {"format": FORMAT, "experiment": experiment, **json.loads(dumps(protocol))}
-    require_same(there, now, f"{path} holds rows of another config")
+    """Write the config of a new folder; refuse one that holds something of another config."""
+    content = {file.name for file in path.iterdir()} - {LOCK, CONFIG}
+    now = {"format": FORMAT, "experiment": experiment, "protocol": json.loads(dumps(protocol))}
+    if (path / CONFIG).exists():
+        there = read_config(path)
+        if content:  # none was written by a command that failed at once
+            a, b = ({**config, **config["protocol"], "protocol": None} for config in (there, now))
+            require_same(a, b, f"{path} holds rows of another config")
+            return
+    elif ROWS in content:
+        raise ValueError(f"{path} holds rows but no {CONFIG} that says what they are; choose another --output")
+    write_config(path, now)
