@@ -3,6 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+DEMO_STAMP := $(VENV)/.installed-demo
 GPU_VENV := .venv-gpu
 GPU_STAMP := $(GPU_VENV)/.installed
 # The set-up leaves compiling to the first import. An environment that keeps bytecode from being written would have every process of
@@ -21,16 +22,26 @@ setup: $(STAMP)
 # One line a step: pip's output goes to a log, of which a failure shows the end.
 PIP := $(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check --constraint constraints.txt
 SHOW_LOG := { echo "failed; the end of $(VENV)/setup.log:" >&2; grep -v '^WARNING: Location' $(VENV)/setup.log | tail -n 25 >&2; exit 1; }
+# PyPI's torch brings CUDA on Linux, so PyTorch's index of CPU builds is searched too, where it can be reached. With CUDA: make CPU_INDEX=
+CPU_INDEX = $(shell curl -fsIo /dev/null -m 5 $(TORCH_INDEX)/torch/ && echo --extra-index-url $(TORCH_INDEX))
+TORCH_INDEX := https://download.pytorch.org/whl/cpu
 
-$(STAMP): pyproject.toml constraints.txt csrc/CMakeLists.txt $(wildcard csrc/*.h csrc/*.cpp csrc/kernels/*)
+# What the demonstration needs. The kernels compile while torch is downloaded.
+$(DEMO_STAMP): pyproject.toml constraints.txt csrc/CMakeLists.txt $(wildcard csrc/*.h csrc/*.cpp csrc/kernels/*)
 	@test -x $(BIN)/python || { echo "[1/3] creating $(VENV)"; $(PYTHON) -m venv $(VENV); }
-	@echo "[2/3] installing torch (0.7 GB; 4.9 GB with CUDA: docs/howto/install.md)"
-	@$(PIP) torch >$(VENV)/setup.log 2>&1 || $(SHOW_LOG)
-	@echo "[3/3] building efla and installing what its tests need (a few minutes)"
-	@$(PIP) --editable '.[experiments,eval,train,tokenizers,docs,dev]' >>$(VENV)/setup.log 2>&1 || $(SHOW_LOG)
+	@echo "[2/3] compiling efla and installing torch (0.7 GB; 4.9 GB with CUDA: docs/howto/install.md), about two minutes"
+	@: >$(VENV)/setup.log; $(PIP) --no-deps --editable . >>$(VENV)/setup.log 2>&1 & \
+		$(PIP) $(CPU_INDEX) torch >>$(VENV)/setup.log 2>&1; has_torch=$$?; wait $$! && test $$has_torch = 0 || $(SHOW_LOG)
+	@echo "[3/3] installing what the experiments need"
+	@$(PIP) 'efla[experiments]' >>$(VENV)/setup.log 2>&1 || $(SHOW_LOG)
+	@touch $(DEMO_STAMP)
+
+$(STAMP): $(DEMO_STAMP)
+	@echo "installing what the tests need, about a minute"
+	@$(PIP) 'efla[experiments,eval,train,tokenizers,docs,dev]' >>$(VENV)/setup.log 2>&1 || $(SHOW_LOG)
 	@touch $(STAMP)
 
-demo: setup
+demo: $(DEMO_STAMP)
 	@$(BIN)/efla reproduce paper --profile demo --output runs/demo
 
 PYTEST := $(BIN)/python -m pytest -n 2 -m 'not slow and not browser and not gpu_sim'
