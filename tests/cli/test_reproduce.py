@@ -17,6 +17,8 @@ from efla.experiments.smnist.run import SmnistRobustness
 from efla.runs.rows import read_rows
 from tests.fresh import run_fresh
 
+ROOT = Path(__file__).parents[2]
+
 
 def _cli(*arguments: str) -> object:
     return tyro.cli(reproduce, args=list(arguments))
@@ -36,6 +38,25 @@ def test_exactness_runs_draws_and_prints_its_table_and_then_makes_a_report(
     tyro.cli(report, args=[str(tmp_path / "out"), "--output", str(page)])
     assert str(page) in capsys.readouterr().out
     assert "What an exact step buys" in page.read_text()
+
+
+@pytest.mark.parametrize("name", registry.names())
+def test_a_summary_of_the_committed_rows_fits_a_terminal(name: str) -> None:
+    (folder,) = (ROOT / "results").glob(f"{registry.get(name).folder_name()}*")
+    lines = registry.get(name).text_summary(read_rows(folder)).splitlines()
+    assert len(lines) <= 22, "a blank line, where the files are and the next command follow"
+    assert max(map(len, lines)) <= 80
+
+
+def test_a_report_of_all_committed_rows_ends_in_a_screen(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("efla.report.page._render", lambda *arguments, **names: "")
+    folders = [str(path) for path in (ROOT / "results").iterdir()]
+    tyro.cli(report, args=[*folders, "--output", str(tmp_path / "report.html")])
+    *lines, place, following = capsys.readouterr().out.splitlines()
+    assert len(lines) <= 23 and max(map(len, lines[1:])) <= 80
+    assert place == f"report: {tmp_path / 'report.html'}" and following.startswith("next: ")
 
 
 def test_without_the_packages_for_charts_a_run_says_so_first_and_draws_none(
@@ -107,7 +128,7 @@ def test_an_unknown_experiment_offers_the_nearest() -> None:
 
 
 def test_the_example_of_the_documentation_runs(tmp_path: Path) -> None:
-    page = (Path(__file__).parents[2] / "docs" / "howto" / "experiments.md").read_text()
+    page = (ROOT / "docs" / "howto" / "experiments.md").read_text()
     (code,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
     done = run_fresh(code, cwd=tmp_path)
     assert done.returncode == 0, done.stderr

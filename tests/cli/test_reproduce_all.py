@@ -59,7 +59,7 @@ def test_the_paper_prints_a_screen_and_the_report(
     assert tyro.cli(reproduce, args=["paper", "--output", str(tmp_path)]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) <= 25 and lines[0].startswith("To run on 2 quiet cores")
-    assert lines[-1] == f"report   {tmp_path / 'report-quick.html'}"
+    assert lines[-2] == f"report   {tmp_path / 'report-quick.html'}" and lines[-1].startswith("next ")
     assert any(line.startswith("(a) EFLA against DeltaNet: SEEN") for line in lines)
 
 

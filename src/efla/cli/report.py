@@ -1,6 +1,7 @@
 """``efla report RUNS…``: one self-contained HTML page from the rows of run folders."""
 
 from pathlib import Path
+from textwrap import shorten
 from typing import Annotated, Literal
 
 import tyro
@@ -32,7 +33,7 @@ def report(
         print(f"skipped {file}: a file, not a run folder")
     sections = build([path for path in runs if not path.is_file()], output)
     for line in claim_lines(sections):
-        print(f"{line.claim.verdict:<18}{line.claim.sentence}")
+        print(f"{line.claim.verdict:<18}{shorten(line.claim.sentence, 62, placeholder=' …')}")
     if markdown is not None:
         markdown.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(markdown, claims_page(sections).encode())
@@ -40,5 +41,5 @@ def report(
     if figures is not None:
         files = save_all((figure for section in sections for figure in section.figures), figures, formats)
         print(f"\nfigures: {len(files)} files in {figures.resolve()}")
-    print(f"\nreport: {output.resolve()}")
+    print(f"\nreport: {output.resolve()}\nnext:   open it in a browser")
     return 0

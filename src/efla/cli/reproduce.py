@@ -218,7 +218,7 @@ def _run_all(
             else:
                 print("\n".join(claims_text(section.claims, verbose)))
         print("\nPositive differences favour EFLA: mean over paired seeds [95 % interval].")
-        print(f"report   {page.resolve()}")
+        print(f"report   {page.resolve()}\nnext     open it in a browser; efla explain shows the method as a page")
     if failures:
         print(
             "not run, or in part: "

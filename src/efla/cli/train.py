@@ -80,7 +80,7 @@ def train(arguments: list[str]) -> int:
     if outcome.finished and _is_main() and not command.quiet:
         prompt = json_format.dumps(command.config.watch.sample_prompt)
         print(f"files: {output}/ (model/, metrics.jsonl, curve.svg, checkpoints/)")
-        print(f"next:  efla generate {output / 'model'} --prompt {prompt}")
+        print(f"next:  efla generate {output} --prompt {prompt}")
         print(f"       efla eval {output} --tasks paper")
     return outcome.exit_code
 

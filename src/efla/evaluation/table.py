@@ -7,6 +7,7 @@ from typing import Any
 
 from efla.runs.records import Record, number
 
+PRINTED = "average as printed"
 MISSING = "–"  # noqa: RUF001
 """What tables show for a cell that was not run."""
 
@@ -178,7 +179,7 @@ def _mean_lines(
     if not means:
         return []
     line = _line(MEAN, models, means, [mean_accuracy(row) for row in published.values()])
-    printed = [TableCell("average as printed"), *[TableCell()] * (1 + len(models))]
+    printed = [TableCell(PRINTED), *[TableCell()] * (1 + len(models))]
     printed += [TableCell(f"{row['printed']:.1f}") for row in published.values()]
     return [line, printed] if published else [line]
 
@@ -193,9 +194,11 @@ def _published(paper: str) -> dict[str, dict[str, float]]:
 
 
 def _notes(cells: Sequence[Record], published: Mapping[str, object]) -> list[str]:
-    notes = ["± is one standard error over the items of a set, not over seeds."]
     partial = sorted({str(row["task"]) for row in cells if row["num_items"] < row["num_items_in_set"]})
-    if partial:
+    is_all = len(partial) == len({row["task"] for row in cells})
+    items = "the first items of a set, the only ones scored" if is_all else "the items of a set"
+    notes = [f"± is one standard error over {items}, not over seeds."]
+    if partial and not is_all:
         notes.append(f"Only the first items were scored of: {', '.join(partial)}.")
     if published:
         notes.append(
@@ -226,7 +229,7 @@ def markdown(table: ResultTable) -> str:
 
 
 def terminal(table: ResultTable) -> Any:
-    """The table for a rich console, as narrow and short as it can be; the Markdown has all notes."""
+    """The table for a rich console, as narrow and short as it can be; the Markdown has all lines and notes."""
     from rich import box
     from rich.table import Table
     from rich.text import Text
@@ -237,8 +240,8 @@ def terminal(table: ResultTable) -> Any:
     for index, heading in enumerate(table.headings):
         words = heading.removeprefix("paper: ").replace(" ", "\n") if heading.startswith("paper: ") else heading
         shown.add_column(Text(words), justify="left" if index == 0 else "right", no_wrap=True)
-    for line in table.lines:
-        shown.add_row(*(Text(cell.text, style="bold" if cell.is_best else "") for cell in line))
+    for line in (line for line in table.lines if line[0].text != PRINTED):
+        shown.add_row(*(Text(cell.text.replace(" ± ", "±"), style="bold" if cell.is_best else "") for cell in line))
     return shown
 
 

@@ -1,6 +1,7 @@
 """Tables and claims as plain text for a terminal of 80 columns."""
 
 from collections.abc import Sequence
+from textwrap import fill
 
 from efla.runs.statistics import NOT_JUDGED, Claim, grouped
 
@@ -8,8 +9,8 @@ ONE_SEED = "One seed gives no verdict: --seeds adds more."
 
 
 def text_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    """Lines of a table: the first column aligned to the left, the others to the right."""
-    lines = [columns, *rows]
+    """Lines of a table, as narrow as they can be: the first column aligned to the left, the others to the right."""
+    lines = [columns, *([cell.replace(" ± ", "±") for cell in row] for row in rows)]
     widths = [max(len(line[i]) for line in lines) for i in range(len(columns))]
     return [
         "  ".join(cell.rjust(width) if i else cell.ljust(width) for i, (cell, width) in enumerate(zip(line, widths, strict=True)))
@@ -18,7 +19,7 @@ def text_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> list[st
 
 
 def claims_text(claims: Sequence[Claim], verbose: bool = False) -> list[str]:
-    """One line for the first comparison of each claim; verbose: every comparison with its reason, below the sentence."""
+    """The first comparison of each claim in 80 columns; verbose: every comparison with its reason, below the sentence."""
     lines = []
     for first, comparisons in grouped(claims):
         if verbose:
@@ -27,7 +28,8 @@ def claims_text(claims: Sequence[Claim], verbose: bool = False) -> list[str]:
             continue
         shown = first.difference.text(first.unit, short=True) if first.difference else first.reason
         verdict = "" if first.verdict == NOT_JUDGED and first.difference else f"{first.verdict.upper()}  "
-        lines.append(f"({first.letter}) {first.pair}: {verdict}{shown}")
+        line = f"({first.letter}) {first.pair}: {verdict}{shown}"
+        lines += fill(line, 80, subsequent_indent="    ").splitlines()
     listed = claims if verbose else [first for first, _ in grouped(claims)]
     if any(claim.difference and claim.difference.n == 1 for claim in listed):
         lines.append(ONE_SEED)

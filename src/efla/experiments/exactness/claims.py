@@ -51,13 +51,13 @@ def table(rows: Sequence[Record]) -> list[dict[str, str]]:
     lines = []
     for rule in (rule for rule in order if rule in stability and rule in memory):
         limit = number(stability[rule]["stability_limit"])
-        unlimited = f"any (tried {stability[rule]['searched_to']:.0e})"
+        unlimited = f"> {stability[rule]['searched_to']:.0e}"  # never expanded where it was tried
         after = number(memory[rule]["norm_after_burst"])
         lines.append(
             {
                 "rule": name_of(rule),
-                "order declared": _order(number(order[rule]["declared_order"])),
-                "order measured": _order(number(order[rule]["measured_order"])),
+                "declared order": _order(number(order[rule]["declared_order"])),
+                "order": _order(number(order[rule]["measured_order"])),
                 "error at x = 1": f"{number(order[rule]['error_at_1']):.1e}",
                 "stable up to x": f"{limit:.3f}" if math.isfinite(limit) else unlimited,
                 "‖S‖ before burst": f"{number(memory[rule]['norm_before_burst']):.2f}",

@@ -34,6 +34,8 @@ _KINDS = {"scale": "intensity", "noise": "noise", "dropout": "dropout"}
 _SIGNS = {"scale": "×", "noise": "σ", "dropout": "p"}  # noqa: RUF001
 _LEGEND = "% correct; × intensity, σ noise, p dropout"  # noqa: RUF001
 _SMALLEST, _LARGE, _LARGEST = 1e-4, 3e-3, 1e-2
+_MOST_LINES = 14
+"""Lines of tables in a summary; with the claims and what follows, it fits a terminal of 25 lines."""
 
 
 class Condition(NamedTuple):
@@ -234,7 +236,11 @@ def text_summary(rows: Sequence[Record], verbose: bool = False) -> str:
     lines: list[str] = []
     block = main_block(rows)
     for at in (at for at in conditions_of(rows) if verbose or at.block == block):
-        lines += [f"{at.block} block, rate {at.rate:g}: {_LEGEND}", *_table(rows, at, verbose)]
+        table = _table(rows, at, verbose)
+        if lines and not verbose and len(lines) + len(table) > _MOST_LINES:
+            lines.append(f"rate {at.rate:g}: with --verbose")
+        else:
+            lines += [f"{at.block} block, rate {at.rate:g}: {_LEGEND}", *table]
     return "\n".join([*lines, "", *claims_text(corruption_claims(rows), verbose), *_data_lines(rows)])
 
 
