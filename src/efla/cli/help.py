@@ -71,6 +71,9 @@ def usage(version: str) -> str:
 def command_help(name: str, text: str) -> str:
     """The text of ``efla COMMAND --help``: tyro's in fewer words, with an example, wrapped to the terminal.
 
+    tyro 1.0 has no public hook for any of this: tyro.conf changes single arguments, tyro.extras.get_parser is deprecated, and
+    the boxes are drawn by private modules. So its printed text is the interface that lasts; the tests look for remains of it.
+
     text: tyro's, in one column. A heading is indented by one space, a line of options by two to four, the rest of its help by
     more; rulers follow headings and the descriptions of groups.
     """
