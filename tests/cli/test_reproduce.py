@@ -15,6 +15,7 @@ from efla.experiments.smnist.config import LrOptions, SmnistOptions
 from efla.experiments.smnist.data import choose_source
 from efla.experiments.smnist.run import SmnistRobustness
 from efla.runs.rows import read_rows
+from efla.train.config import resolve_model
 from tests.fresh import run_fresh
 
 ROOT = Path(__file__).parents[2]
@@ -91,6 +92,14 @@ def test_options_replace_the_profiles_grid_and_leave_its_protocol_alone(monkeypa
     assert SmnistRobustness(config).protocol() == SmnistRobustness(profile).protocol()
     longer = SmnistOptions(steps=7).config()
     assert SmnistRobustness(longer).protocol()["steps"] == 7
+
+
+@pytest.mark.parametrize("name", ["smnist", "lm", "mad", "throughput"])
+def test_arms_are_known_by_the_names_of_their_models(name: str) -> None:
+    options = registry.options_class(name)
+    chosen = tyro.cli(options, args=["--arms", "efla", "deltanet", "gated-efla", "delta-raw"])
+    assert chosen.arms == ("exact-flow", "delta-l2", "gated-exact-flow", "delta-raw")
+    assert resolve_model("efla:full", {}).to_dict() == resolve_model("exact-flow:full", {}).to_dict()
 
 
 def test_the_learning_rate_experiment_asks_for_all_five_rates_of_the_same_cells(

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Generic, NamedTuple, Protocol, 
 import numpy as np
 
 from efla.errors import check_names
+from efla.models import presets
 from efla.runs.records import GRID, Record, check_fields, protocol_of
 
 if TYPE_CHECKING:
@@ -243,6 +244,11 @@ class Options:
     """Base class of the command-line options of an experiment."""
 
     profile: str = "quick"
+
+    def __post_init__(self) -> None:
+        """Arms may be given by the names of their models; configs and rows have the keys."""
+        if arms := getattr(self, "arms", None):
+            object.__setattr__(self, "arms", tuple(map(presets.arm_of, arms)))
 
     def config(self) -> Any:
         """The resolved config."""

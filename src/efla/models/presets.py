@@ -69,6 +69,12 @@ _ARMS: dict[str, tuple[str, dict[str, Any]]] = {
     "delta-raw": ("deltanet", {"key_norm": False}),
     "exact-flow-l2": ("efla", {"key_norm": True}),
 }
+# What people call an arm -> its key in rows.
+_ARM_NAMES = {
+    **{model: key for key, (model, control) in _ARMS.items() if not control},
+    "deltanet-raw": "delta-raw",
+    "efla-l2": "exact-flow-l2",
+}
 
 
 def names() -> list[str]:
@@ -89,9 +95,15 @@ def arms() -> list[str]:
     return list(_ARMS)
 
 
+def arm_of(name: str) -> str:
+    """The key of an arm by the name of its model: exact-flow for efla, delta-l2 for deltanet. A key stands for itself."""
+    return _ARM_NAMES.get(name, name)
+
+
 def arm(name: str, size: str = "quick", **overrides: Any) -> EflaConfig:
     """An arm of the CPU protocol in size "quick" or "full", whose vocabulary is bytes, or in a size of the paper."""
     sizes = {"quick": _SIZES["tiny"], "full": _FULL, "340m": _SIZES["340m"], "1.3b": _SIZES["1.3b"]}
+    name = arm_of(name)
     check_names("arm", [name], _ARMS)
     check_names("size", [size], sizes)
     model, control = _ARMS[name]

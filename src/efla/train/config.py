@@ -27,7 +27,7 @@ class ModelOptions:
     """The model to train."""
 
     model: str = "efla-tiny"
-    """A preset (efla.presets.names()), an arm of the CPU experiments with its size (exact-flow:full), or a model folder
+    """A preset (efla.presets.names()), an arm of the CPU experiments with its size (efla:full), or a model folder
     whose weights training starts from."""
     set: tuple[str, ...] = ()
     """Fields of the model's config to replace, as name=value: --set hidden_size=256 conv_init=normal."""
@@ -221,11 +221,11 @@ class TrainConfig:
 
 
 def resolve_model(name: str, fields: dict[str, Any]) -> EflaConfig:
-    """The config of a preset, of an arm with its profile (``exact-flow:full``), or of a model folder."""
+    """The config of a preset, of an arm with its profile (``efla:full``), or of a model folder."""
     if name in presets.names():
         return presets.get(name, **fields)
     arm, _, profile = name.partition(":")
-    if arm in presets.arms():
+    if presets.arm_of(arm) in presets.arms():
         return presets.arm(arm, profile or "quick", **fields)
     if (Path(name) / "config.json").is_file():
         from efla.models.loading import load_config

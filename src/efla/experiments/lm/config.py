@@ -128,10 +128,10 @@ class LmOptions(GridOptions):
     corpus: Literal["shakespeare", "novels", "enwik8", "python-docs"] | None = None
     """Text to train on instead of the profile's (quick: shakespeare, full: novels)."""
     arms: tuple[str, ...] | None = None
-    """Arms to run: delta-l2, exact-flow, gated-delta, gated-exact-flow, mamba2, attention, delta-raw, exact-flow-l2. Arms,
+    """Arms to run: deltanet, efla, gated-deltanet, gated-efla, mamba2, transformer, deltanet-raw, efla-l2. Arms,
     rates and seeds select a part of the profile's runs; if it lacks one of their combinations, all are run instead."""
     lr_sweep: bool = False
-    """Also run delta-l2 and exact-flow at the peak rates 1e-3 and 4e-3."""
+    """Also run DeltaNet and EFLA at the peak rates 1e-3 and 4e-3."""
     device: str = "auto"
     """auto, cpu or cuda."""
     save_seconds: float = 120.0

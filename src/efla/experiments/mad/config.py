@@ -185,7 +185,7 @@ class MadOptions(GridOptions):
     """Settings to run instead of all of the profile's: short (quick), baseline, or a changed one such as V64, L256,
     train800, noise0.6, copy32."""
     arms: tuple[str, ...] | None = None
-    """Arms to run: delta-l2, exact-flow, delta-raw, exact-flow-l2, gated-delta, gated-exact-flow, attention, mamba2, rk2,
+    """Arms to run: deltanet, efla, deltanet-raw, efla-l2, gated-deltanet, gated-efla, transformer, mamba2, rk2,
     rk4, implicit-euler, crank-nicolson."""
     decays: tuple[float, ...] | None = None
     """Weight decays to run. Arms, rates, decays and seeds (of data, weights and order) select a part of the profile's runs;

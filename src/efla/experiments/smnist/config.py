@@ -193,8 +193,8 @@ class SmnistOptions(GridOptions):
     download: bool = False
     """Download MNIST with Hugging Face datasets if no folder is given."""
     arms: tuple[str, ...] | None = None
-    """Arms to run instead of the profile's: exact-flow, delta-raw, delta-l2, exact-flow-l2, rk2, rk4, implicit-euler,
-    crank-nicolson, gated-delta, gated-exact-flow."""
+    """Arms to run instead of the profile's: efla, deltanet, deltanet-raw, efla-l2, rk2, rk4, implicit-euler,
+    crank-nicolson, gated-deltanet, gated-efla."""
     blocks: tuple[str, ...] | None = None
     """Blocks instead of the profile's: bare, prenorm, residual, authors, authors-silu, authors-conv, authors-qnorm,
     authors-mean, authors-clamped."""
