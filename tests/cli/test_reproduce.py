@@ -15,6 +15,7 @@ from efla.experiments.smnist.config import LrOptions, SmnistOptions
 from efla.experiments.smnist.data import choose_source
 from efla.experiments.smnist.run import SmnistRobustness
 from efla.runs.rows import read_rows
+from efla.train import recipes
 from efla.train.config import resolve_model
 from tests.fresh import run_fresh
 
@@ -99,6 +100,7 @@ def test_arms_are_known_by_the_names_of_their_models(name: str) -> None:
     options = registry.options_class(name)
     chosen = tyro.cli(options, args=["--arms", "efla", "deltanet", "gated-efla", "delta-raw"])
     assert chosen.arms == ("exact-flow", "delta-l2", "gated-exact-flow", "delta-raw")
+    assert recipes.get("efla-full") == recipes.get("exact-flow-full")
     assert resolve_model("efla:full", {}).to_dict() == resolve_model("exact-flow:full", {}).to_dict()
 
 

@@ -85,7 +85,9 @@ def names() -> list[str]:
 
 
 def get(name: str) -> TrainConfig:
-    """The config of that name."""
-    if name not in _RECIPES:
+    """The config of that name; an arm may have the name of its model."""
+    arm, _, size = name.rpartition("-")
+    found = _RECIPES.get(name) or _RECIPES.get(f"{presets.arm_of(arm)}-{size}")
+    if found is None:
         raise unknown_name("recipe", name, _RECIPES)
-    return _RECIPES[name]()
+    return found()
