@@ -196,7 +196,7 @@ def _published(paper: str) -> dict[str, dict[str, float]]:
 def _notes(cells: Sequence[Record], published: Mapping[str, object]) -> list[str]:
     partial = sorted({str(row["task"]) for row in cells if row["num_items"] < row["num_items_in_set"]})
     is_all = len(partial) == len({row["task"] for row in cells})
-    items = "the first items of a set, the only ones scored" if is_all else "the items of a set"
+    items = "the first items of a set" if is_all else "the items of a set"
     notes = [f"± is one standard error over {items}, not over seeds."]
     if partial and not is_all:
         notes.append(f"Only the first items were scored of: {', '.join(partial)}.")
