@@ -33,7 +33,7 @@ def test_the_default_command_trains_saves_and_can_be_continued_from(tmp_path, ca
     shown = capsys.readouterr().out
     assert "efla-tiny: 471,296 parameters on python-docs" in shown
     lines = shown.splitlines()
-    assert lines[-2] == 'next:  efla generate runs/train-tiny/model --prompt "The "'
+    assert lines[-2] == 'next:  efla generate runs/train-tiny --prompt "The "'
     headings = next(i for i, line in enumerate(lines) if line.split()[:3] == ["step", "training", "loss"])
     assert [line.split()[0] for line in lines[headings + 1 : headings + 3]] == ["15", "30"]
     assert len(lines) <= 25 and max(map(len, lines)) <= 80
