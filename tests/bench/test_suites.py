@@ -69,7 +69,7 @@ SMALL = {
             },
         },
         {"transformers Qwen3.5", "efla after 20", "softmax after 40", models.MODEL, models.FLOOR}
-        | {models.ACCELERATED, "decode, logged", "load"},
+        | {models.ACCELERATED, "decode, logged", "load", "int8 weights"},
         ("as the formula says",),
         ((qwen, {"LENGTH": 16, "TOKENS": 2, "HEAD_DIM": 16}), (state, {"TOKENS": 2, "CONTEXT": 20, "PIECE": 10})),
     ),
@@ -155,7 +155,7 @@ def test_rows_are_not_replaced_in_silence_and_lengths_can_be_plotted(bench, tmp_
 
 @pytest.mark.parametrize(
     ("what", "suite", "known"),
-    [("models", "thruput", "throughput, contexts, decode, prefill, step"), ("mad", "steps", "step, scan")],
+    [("models", "thruput", "throughput, contexts, decode, weights, prefill, step"), ("mad", "steps", "step, scan")],
 )
 def test_an_unknown_suite_is_named(what, suite, known, capsys):
     assert cli.main(["bench", what, "--suite", suite]) == 1

@@ -1,5 +1,6 @@
 """Whole models compared with transformers models of the same size, and the cost of a token at different context lengths."""
 
+import copy
 import tempfile
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -14,6 +15,7 @@ from efla.bench import Suite, qwen, random_tokens, state
 from efla.bench.qwen import ACCELERATED, FLOOR, TRANSFORMERS, accelerated, products, qwen_model, sizes_of
 from efla.bench.scan import SAMPLE_SECONDS
 from efla.models.accounting import state_bytes
+from efla.models.quantization import WEIGHTS, pack_linears
 from efla.runs.timing import Measurement, compare, training_step
 
 HIDDEN, LAYERS, HEADS, MLP, VOCABULARY = 512, 4, 4, 1536, 1024
@@ -99,7 +101,7 @@ def decode(threads: int, rounds: int) -> Iterator[list[Measurement]]:
             tokens = random_tokens(model.config.vocab_size, batch, PROMPT)
             with torch.inference_mode():
                 cache = model(tokens, use_cache=True, logits_to_keep=1).past_key_values
-            calls = _inference(_decode_call(model, cache, batch), products(model, batch, batch))
+            calls = _inference({MODEL: _decode_call(model, cache, batch), FLOOR: products(model, batch, batch)})
             if runner is not None:
                 _, past = runner(tokens.numpy())
                 calls[ONNX] = partial(runner, tokens[:, :1].numpy(), past)
@@ -109,11 +111,30 @@ def decode(threads: int, rounds: int) -> Iterator[list[Measurement]]:
             )  # fmt: skip
 
 
+def weights(threads: int, rounds: int) -> Iterator[list[Measurement]]:
+    """One decoded token with weights of 4, 2 and 1 bytes against the float32 matrix products (efla only, not gated)."""
+    for size, model in _sized_models():
+        if size.startswith("gated"):
+            continue
+        models = {MODEL: model} | {f"{name} weights": pack_linears(copy.deepcopy(model), name) for name in WEIGHTS}
+        for batch in BATCHES:
+            tokens = random_tokens(model.config.vocab_size, batch, PROMPT)
+            calls: dict[str, Callable[[], object]] = {FLOOR: products(model, batch, batch)}
+            for name, each in models.items():
+                with torch.inference_mode():
+                    cache = each(tokens, use_cache=True, logits_to_keep=1).past_key_values
+                calls[name] = _decode_call(each, cache, batch)
+            yield compare(
+                f"weights, decode batch {batch}, {size}", _inference(calls), threads=threads, rounds=3 * rounds, items=batch,
+                sample_seconds=SAMPLE_SECONDS,
+            )  # fmt: skip
+
+
 def prefill(threads: int, rounds: int) -> Iterator[list[Measurement]]:
     """A prompt against the model's own matrix products."""
     for size, model in _sized_models():
         tokens = random_tokens(model.config.vocab_size, 1, PROMPT)
-        calls = _inference(_prefill_call(model, tokens), products(model, PROMPT, 1))
+        calls = _inference({MODEL: _prefill_call(model, tokens), FLOOR: products(model, PROMPT, 1)})
         yield compare(f"prefill {PROMPT}, {size}", calls, threads=threads, rounds=rounds, items=PROMPT)
 
 
@@ -149,6 +170,7 @@ SUITES: dict[str, Suite] = {
     "throughput": throughput,
     "contexts": contexts,
     "decode": decode,
+    "weights": weights,
     "prefill": prefill,
     "step": step,
     **qwen.SUITES,
@@ -165,12 +187,12 @@ def _prefill_call(model: Any, tokens: torch.Tensor) -> Callable[[], object]:
 
 
 def _training_call(model: Any, tokens: torch.Tensor) -> Callable[[], object]:
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
     return training_step(model, optimizer, lambda: model(tokens, labels=tokens, use_cache=False).loss)
 
 
-def _inference(model: Callable[[], object], floor: Callable[[], object]) -> dict[str, Callable[[], object]]:
-    return {MODEL: torch.inference_mode()(model), FLOOR: torch.inference_mode()(floor)}
+def _inference(calls: dict[str, Callable[[], object]]) -> dict[str, Callable[[], object]]:
+    return {name: torch.inference_mode()(call) for name, call in calls.items()}
 
 
 def _decode_call(model: Any, cache: Any, batch: int = 1) -> Callable[[], object]:

@@ -66,7 +66,7 @@ def suite(width: int, layers: int, dtype: torch.dtype, *, training: bool = True)
         prefill = lambda: model.eval()(tokens, logits_to_keep=1, use_cache=False)  # noqa: E731
         yield compared(f"prefill {LENGTH}", prefill, products(model, LENGTH, 1), LENGTH)
         if training:
-            optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+            optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
             step = training_step(model, optimizer, lambda: model(tokens, labels=tokens, use_cache=False).loss)
             yield compared(f"training step {LENGTH}", step, products(model, LENGTH, LENGTH, backward=True), LENGTH)
 

@@ -45,7 +45,7 @@ def bench(
         what: The scan alone, whole models, training (a step, the loop, preparing text), a training step of the
             sequential MNIST classifier or of the MAD model, or the scoring of multiple-choice questions (needs EFLA_DATA).
         suite: Which parts to run (default: all). Scan: headline, rules, lengths, decode, overhead, short. Models: throughput,
-            contexts, decode, prefill, step, qwen, qwen-bfloat16, qwen-wide, rewind, loading. Train: step, surroundings,
+            contexts, decode, weights, prefill, step, qwen, qwen-bfloat16, qwen-wide, rewind, loading. Train: step, surroundings,
             preparing. Smnist: training. Mad: step, scan. Evaluation: hellaswag.
         threads: CPU threads of every contender (default: torch's number).
         rounds: How often each contender is timed; medians and quartiles are reported.

@@ -237,7 +237,7 @@ class EflaForCausalLM(EflaPreTrainedModel, GenerationMixin):
             logits = apply_linear(hidden[:, keep], self.lm_head)
         return CausalLMOutputWithPast(
             loss=cast(Any, loss),
-            logits=logits,
+            logits=cast(Any, logits),
             past_key_values=outputs.past_key_values,
             hidden_states=outputs.hidden_states,
             attentions=outputs.attentions,
