@@ -161,6 +161,11 @@ def test_sampling_follows_the_probabilities_within_top_k_and_top_p():
     np.testing.assert_allclose(frequencies(temperature=0.5), colder / colder.sum(), atol=0.02)
 
 
+def test_settings_reach_the_session(paths):
+    runner = Runner(paths["efla"], settings={"session.force_spinning_stop": "1"})
+    assert runner.session.get_session_options().get_session_config_entry("session.force_spinning_stop") == "1"
+
+
 def test_a_seed_repeats_a_sample(runner):
     texts = [runner.generate("a", seed=seed, max_new_tokens=30) for seed in (1, 1, 2)]
     assert texts[0] == texts[1] != texts[2]

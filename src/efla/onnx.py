@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import zipfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -41,7 +41,8 @@ class Runner:
 
     runner(ids, state) -> logits [B, T, vocabulary] and the new state (with ``--last-logits``, [B, 1, vocabulary]).
     ``config`` is the model's configuration, ``metadata`` everything else that the file says about itself.
-    num_threads: default one for each core. providers: onnxruntime's execution providers.
+    num_threads: default one for each core. providers: onnxruntime's execution providers. settings: entries of its session
+    configuration, such as {"session.force_spinning_stop": "1"}.
     """
 
     def __init__(
@@ -50,6 +51,7 @@ class Runner:
         *,
         num_threads: int | None = None,
         providers: Sequence[str] = ("CPUExecutionProvider",),
+        settings: Mapping[str, str] | None = None,
     ) -> None:
         runtime = _import_runtime()
         path = Path(path)
@@ -58,6 +60,8 @@ class Runner:
         options = runtime.SessionOptions()
         options.intra_op_num_threads = num_threads or 0
         options.log_severity_level = 3
+        for name, value in (settings or {}).items():
+            options.add_session_config_entry(name, value)
         try:
             self.session = runtime.InferenceSession(str(path), options, providers=list(providers))
         except Exception as error:  # onnxruntime's errors have no common class
