@@ -113,6 +113,11 @@ def test_claims_about_rates_are_seen_when_all_they_say_holds() -> None:
     assert {(claim.letter, claim.verdict) for claim in rate_claims(rows)} == {(x, "seen") for x in "cde"}
 
 
+def test_claims_about_growing_rates_need_the_largest() -> None:
+    rows = made_up_rows(lambda *_: 0.9, clean=lambda arm, *_: 0.9 if arm == "exact-flow" else 0.5)
+    assert {claim.letter for claim in rate_claims([row for row in rows if row["rate"] < 1e-2])} == {"c"}
+
+
 def test_claim_d_is_not_seen_when_one_rate_disagrees_and_e_is_reversed_when_roles_are_swapped() -> None:
     def clean(arm: str, rate: float, seed: int) -> float:
         if arm == "exact-flow":

@@ -185,7 +185,7 @@ def rate_claims(rows: Sequence[Record], block: str | None = None) -> list[Claim]
         shared = [rate for rate in rates if all(values[arm, "final_loss", rate] for arm in (OURS, other))]
         if _SMALLEST in shared:
             found.append(_at_the_smallest_rate(values, other))
-        if len(shared) > 1:
+        if len(shared) > 1 and _LARGEST in shared:
             found += [_as_the_rate_grows(values, other, shared, field) for field in ("clean_accuracy", "final_loss")]
         if _LARGE in shared and _LARGEST in shared:
             found.append(_at_the_largest_rate(values, other, shared))
