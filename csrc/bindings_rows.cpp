@@ -144,7 +144,7 @@ struct MixerInputs {
       p.k_weight = k_conv.dense({keys, 1, p.conv_width}, dtype);
       p.v_weight = v_conv.dense({values, 1, p.conv_width}, dtype);
       p.conv_state = conv_state.writable({p.batch, p.conv_channels, p.conv_width - 1}, dtype);
-      check(p.k_weight && p.v_weight && p.conv_state, "the convolutions of q, k and v belong together");
+      check(k_conv && v_conv && conv_state, "the convolutions of q, k and v belong together");
     }
     p.A_log = A_log.dense({p.value_heads}, dtype), p.dt_bias = dt_bias.dense({p.value_heads}, dtype);
     p.norm_weight = norm.dimensions(1).dense({p.V}, dtype);

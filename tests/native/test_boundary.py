@@ -57,6 +57,12 @@ def test_a_convolution_of_other_shapes_is_refused(tokens):
 
 
 @pytest.mark.parametrize("name", KERNELS)
+def test_an_empty_batch_fits(name):
+    """Its tensors have no memory, and are there all the same."""
+    getattr(kernels, name)(*KERNELS[name](Sizes(batch=0)))
+
+
+@pytest.mark.parametrize("name", KERNELS)
 def test_no_bound_kernel_takes_a_tensor_that_does_not_fit(name):
     """Each tensor of each kernel in turn is replaced; a kernel that is bound later is tried by the same loop."""
     assert {n for n in dir(kernels) if n.endswith(("forward", "backward", "step", "products"))} == set(KERNELS)
