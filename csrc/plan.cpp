@@ -94,7 +94,8 @@ void make_plan(const Problem& p, bool backward, PlanWithOffsets& out) {
   };
   while (suits(2 * plan.task_key_heads)) plan.task_key_heads *= 2;
   const double state_bytes = double(pairs) * plan.group * p.K * p.V * (p.dtype == Dtype::float64 ? 8 : 4);
-  plan.prefetch_states = plan.decode && p.initial_state && state_bytes / threads > kCachedBytes;
+  plan.prefetch_states =
+      plan.decode && p.initial_state && p.initial_state == p.final_state && state_bytes / threads > kCachedBytes;
   plan.tasks = pairs * parts / plan.task_key_heads;
   if (backward || p.boundary_states) {
     out.offsets.resize(size_t(p.sequences) + 1);
