@@ -231,6 +231,16 @@ void mamba2_step(nb::handle projected, nb::handle conv_weight, nb::handle conv_b
   efla::run_mixer_step(p, threads);
 }
 
+constexpr const char* kGateAndUp = "the weights of gate and up must have the same shape and type";
+
+// A weight of products with rows of a type; null if absent.
+efla::Weight weight_of(const Tensor& tensor, int64_t columns, int64_t width, Dtype rows) {
+  if (rows == Dtype::float32 && tensor.is(Dtype::int8))
+    return {tensor.dense({columns, width + efla::kScaleBytes}, Dtype::int8), Dtype::int8};
+  const Dtype dtype = rows == Dtype::float32 && tensor.is(Dtype::float16) ? Dtype::float16 : rows;
+  return {tensor.dense({columns, width}, dtype), dtype};
+}
+
 // One decoded token of a block with a linear-attention mixer, into y [B, 1, width]. MLP weights are None without an MLP.
 void block_step(nb::handle x, nb::handle norm_weight, nb::handle wq, nb::handle wk, nb::handle wv, nb::handle wb,
                 nb::handle wa, nb::handle wg, nb::handle wo, nb::handle mlp_norm_weight, nb::handle gate, nb::handle up,
@@ -252,14 +262,15 @@ void block_step(nb::handle x, nb::handle norm_weight, nb::handle wq, nb::handle 
   p.norm_weight = norm.dimensions(1).dense({p.width}, compute);
   const Tensor* maps[6] = {&tq, &tk, &tv, &tb, &ta, &tg};
   const int64_t columns[6] = {keys, keys, values, p.mixer.value_heads, p.mixer.value_heads, values};
-  for (int i = 0; i < 6; ++i) p.projections[i] = maps[i]->dense({columns[i], p.width}, dtype);
-  check(p.projections[1] && p.projections[2], "wk and wv must be tensors, got None");
-  p.o_weight = to.dimensions(2).dense({p.width, values}, dtype);
+  for (int i = 0; i < 6; ++i) p.projections[i] = weight_of(*maps[i], columns[i], p.width, dtype);
+  check(p.projections[1].data && p.projections[2].data, "wk and wv must be tensors, got None");
+  p.o_weight = weight_of(to.dimensions(2), p.width, values, dtype);
   if (tgate) {
     p.inner = tgate.dimensions(2).size(0);
-    p.gate_weight = tgate.dense({p.inner, p.width}, dtype);
-    p.up_weight = tup.dimensions(2).dense({p.inner, p.width}, dtype);
-    p.down_weight = tdown.dimensions(2).dense({p.width, p.inner}, dtype);
+    p.gate_weight = weight_of(tgate, p.inner, p.width, dtype);
+    p.up_weight = weight_of(tup.dimensions(2), p.inner, p.width, dtype);
+    p.down_weight = weight_of(tdown.dimensions(2), p.width, p.inner, dtype);
+    check(p.gate_weight.dtype == p.up_weight.dtype, kGateAndUp);
     p.mlp_norm_weight = mlp_norm.dimensions(1).dense({p.width}, compute);
   }
   p.y = ty.dimensions(3).dense({B, 1, p.width}, dtype);
@@ -281,9 +292,9 @@ void products(nb::handle x, nb::sequence weights, nb::sequence results, bool gat
   for (int i = 0; i < p.count; ++i) {
     w[i].emplace(weights[i], "weight");
     p.columns[i] = w[i]->dimensions(2).size(0);
-    p.weight[i] = w[i]->dense({p.columns[i], p.width}, p.dtype);
+    p.weight[i] = weight_of(*w[i], p.columns[i], p.width, p.dtype);
     if (gated && i) {
-      check(p.columns[1] == p.columns[0], "the weights of gate and up must have the same shape");
+      check(p.columns[1] == p.columns[0] && p.weight[1].dtype == p.weight[0].dtype, kGateAndUp);
     } else {
       y[i].emplace(results[i], "y");
       p.y[i] = y[i]->dimensions(2).dense({p.rows, p.columns[i]}, p.dtype);
@@ -320,7 +331,10 @@ void add_rows(nb::module_& m) {
       },
       t("cu_seqlens"), nb::arg("N"), nb::arg("T"));
   m.def("products", &products, t("x"), nb::arg("weights"), nb::arg("results"), nb::arg("gated"), nb::arg("threads"),
-        "Products of a few rows with 1 to 8 weights [columns, width]; gated: silu of the first times the second.");
+        "Products of a few rows with 1 to 8 weights [columns, width]; gated: silu of the first times the second. For "
+        "float32 "
+        "rows also float16 weights, or int8 [columns, width + 4]: a column's numbers, then the bytes of their float32 "
+        "scale.");
   m.def(
       "block_step", &block_step, t("x"), t("norm_weight"), t("wq"), t("wk"), t("wv"), t("wb"), t("wa"), t("wg"),
       t("wo"), t("mlp_norm_weight"), t("gate"), t("up"), t("down"), t("q_conv"), t("k_conv"), t("v_conv"),

@@ -14,7 +14,7 @@
 
 namespace efla {
 
-enum class Dtype : int { float32 = 0, bfloat16 = 1, float16 = 2, float64 = 3 };
+enum class Dtype : int { float32 = 0, bfloat16 = 1, float16 = 2, float64 = 3, int8 = 4 };  // int8: weights only
 
 // Bits of the status word: inputs outside the rule's domain.
 constexpr unsigned kNegativeBeta = 1u;

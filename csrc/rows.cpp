@@ -158,7 +158,7 @@ void run_block_step(const BlockStep& p, int threads) {
   in.dtype = m.dtype, in.rows = m.batch, in.width = p.width, in.x = normed;
   Strided* const targets[6] = {&m.q, &m.k, &m.v, &m.b, &m.a, &m.g};
   for (int i = 0; i < 6; ++i) {
-    if (!p.projections[i]) continue;
+    if (!p.projections[i].data) continue;
     *targets[i] = {take(columns[i]), columns[i], columns[i], 1};
     in.weight[in.count] = p.projections[i], in.columns[in.count] = columns[i], in.y[in.count++] = targets[i]->data;
   }
@@ -166,7 +166,7 @@ void run_block_step(const BlockStep& p, int threads) {
   m.y = mixed;
   run_mixer_step(m, threads);
 
-  const auto add_product = [&](const void* x, int64_t width, const void* weight, const void* residual, void* y) {
+  const auto add_product = [&](const void* x, int64_t width, Weight weight, const void* residual, void* y) {
     ProductsProblem out;
     out.dtype = m.dtype, out.rows = m.batch, out.width = width, out.x = x, out.residual = residual;
     out.count = 1, out.weight[0] = weight, out.columns[0] = p.width, out.y[0] = y;

@@ -56,8 +56,16 @@ struct GateProblem {
   void* dup = nullptr;
 };
 
+// A matrix [columns, width] in the element type of the rows that it multiplies. For float32 rows it may be float16, or int8 with
+// a scale for each column: each row of the matrix is then width numbers and the bytes of a float32 that they are multiplied by.
+struct Weight {
+  const void* data = nullptr;
+  Dtype dtype = Dtype::float32;
+};
+constexpr int kScaleBytes = 4;
+
 // Products of a few rows with several weights: y_i = x W_i^T, or y_0 = silu(x W_0^T) * (x W_1^T) if gated, or with a residual
-// y_0 = residual + x W_0^T. All dense; weights have the element type. A result does not depend on the number of rows, so a
+// y_0 = residual + x W_0^T. All dense; the weights of gate and up have one type. A result does not depend on the number of rows, so a
 // sequence decodes alike in every batch.
 struct ProductsProblem {
   static constexpr int kMaxWeights = 8;
@@ -66,8 +74,8 @@ struct ProductsProblem {
   int64_t rows = 0, width = 0;
   const void* x = nullptr;  // [rows, width]
   int count = 0;
-  const void* weight[kMaxWeights] = {};  // [columns, width]
-  void* y[kMaxWeights] = {};             // [rows, columns]
+  Weight weight[kMaxWeights] = {};  // [columns, width]
+  void* y[kMaxWeights] = {};        // [rows, columns]
   int64_t columns[kMaxWeights] = {};
   const void* residual = nullptr;  // [rows, columns], or null; may not overlap y
 };
@@ -97,17 +105,17 @@ struct MixerStep {
 };
 
 // One decoded token of a block: hidden = x + Wo mixer(norm(x)), y = hidden + Wd (silu(Wg n) * (Wu n)) with n = norm(hidden).
-// Without an MLP (inner = 0), y = hidden. All dense; weights have the element type, norm weights the compute type.
+// Without an MLP (inner = 0), y = hidden. All dense; norm weights have the compute type.
 struct BlockStep {
   MixerStep mixer;  // without the inputs q ... g and the output y, which are scratch memory here
   int64_t width = 0, inner = 0;
   double eps = 0, mlp_eps = 0;
   const void* x = nullptr;                                        // [B, width]
   const void *norm_weight = nullptr, *mlp_norm_weight = nullptr;  // [width]
-  const void* projections[6] = {};                                // of q, k, v, b, a, g: [columns, width], or null
-  const void* o_weight = nullptr;                                 // [width, Hv V]
-  const void *gate_weight = nullptr, *up_weight = nullptr;        // [inner, width]
-  const void* down_weight = nullptr;                              // [width, inner]
+  Weight projections[6] = {};                                     // of q, k, v, b, a, g: [columns, width], or null
+  Weight o_weight;                                                // [width, Hv V]
+  Weight gate_weight, up_weight;                                  // [inner, width]
+  Weight down_weight;                                             // [width, inner]
   void* y = nullptr;                                              // [B, width]
 };
 

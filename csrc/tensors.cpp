@@ -19,9 +19,10 @@ namespace {
 Torch torch;
 const dlpack::ExchangeApi* api = nullptr;
 
-constexpr const char* kDtypeNames[] = {"float32", "bfloat16", "float16", "float64"};
+constexpr const char* kDtypeNames[] = {"float32", "bfloat16", "float16", "float64", "int8"};
 
 dlpack::DataType data_type(Dtype dtype) {
+  if (dtype == Dtype::int8) return {dlpack::kInt, 8, 1};
   const bool is_brain = dtype == Dtype::bfloat16;
   const int bits = dtype == Dtype::float64 ? 64 : dtype == Dtype::float32 ? 32 : 16;
   return {is_brain ? dlpack::kBfloat : dlpack::kFloat, uint8_t(bits), 1};
@@ -164,6 +165,8 @@ const Tensor& Tensor::dimensions(int count) const {
     refuse(("must have " + std::to_string(count) + " dimensions, got " + std::to_string(view_.ndim)).c_str());
   return *this;
 }
+
+bool Tensor::is(Dtype dtype) const { return present_ && same(view_.dtype, data_type(dtype)); }
 
 Dtype Tensor::dtype() const {
   for (Dtype dtype : {Dtype::float32, Dtype::bfloat16, Dtype::float16, Dtype::float64})

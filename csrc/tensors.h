@@ -45,6 +45,7 @@ class Tensor {
   int64_t size(int dimension) const { return view_.shape[dimension]; }
   const Tensor& dimensions(int count) const;  // refuses any other number of dimensions
   Dtype dtype() const;                        // refuses types without kernels
+  bool is(Dtype dtype) const;
 
   // The rows of a tensor [B, T, H, D] or [B, T, C]: its last dimension is contiguous. Null if absent.
   Strided rows(Shape shape, Dtype dtype) const;

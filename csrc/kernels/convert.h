@@ -5,7 +5,7 @@
 
 #include "simd.h"
 
-#if defined(__F16C__) || defined(__AVX512F__)
+#if defined(__AVX2__) || defined(__F16C__) || defined(__AVX512F__)
 #include <immintrin.h>
 #endif
 
@@ -33,6 +33,7 @@ template <class Body> EFLA_INLINE void with_elements(Dtype dtype, Body body) {
     case Dtype::bfloat16: return body(Bfloat16{});
     case Dtype::float16: return body(Float16{});
     case Dtype::float64: return body(double{});
+    case Dtype::int8: return;  // weights only (products.cpp)
   }
 }
 
@@ -43,6 +44,23 @@ EFLA_INLINE Vec<float> load_elements(const float* p) { return load(p); }
 EFLA_INLINE Vec<double> load_elements(const double* p) { return load(p); }
 EFLA_INLINE void store_elements(float* p, Vec<float> v) { store(p, v); }
 EFLA_INLINE void store_elements(double* p, Vec<double> v) { store(p, v); }
+
+// GCC 12 widens bytes element by element unless it is told how.
+#if defined(__AVX512F__)
+EFLA_INLINE Vec<float> load_elements(const int8_t* p) {
+  const __m512i words = _mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+  return Vec<float>(_mm512_cvtepi32_ps(words));
+}
+#elif defined(__AVX2__)
+EFLA_INLINE Vec<float> load_elements(const int8_t* p) {
+  const __m256i words = _mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)));
+  return Vec<float>(_mm256_cvtepi32_ps(words));
+}
+#else
+EFLA_INLINE Vec<float> load_elements(const int8_t* p) {
+  return Vec<float>{float(p[0]), float(p[1]), float(p[2]), float(p[3])};
+}
+#endif
 
 EFLA_INLINE Vec<float> load_elements(const Bfloat16* p) {
   HalfBits half;

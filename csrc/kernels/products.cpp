@@ -15,22 +15,25 @@ namespace efla::EFLA_ISA {
 namespace {
 
 constexpr int kTileRows = 4;
+constexpr int kTileColumns = EFLA_WIDE_REGISTERS ? 4 : 2;  // with more than two rows
 
-// dots[j][r] = x_r . w_j for `columns` rows of the weight and `rows` rows of x, both of stride `width`.
-template <class E, int columns, int rows>
-EFLA_INLINE void dot_tile(const Compute<E>* x, const E* w, int64_t width, Compute<E> (&dots)[columns][rows]) {
-  using T = Compute<E>;
+// dots[j][r] = x_r . w_j for `columns` rows of the weight, from `column` on, and `rows` rows of x.
+template <class T, class W, int columns, int rows>
+EFLA_INLINE void dot_tile(const T* x, const Weight& weight, int64_t column, int64_t width, T (&dots)[columns][rows]) {
+  constexpr bool is_scaled = std::is_same_v<W, int8_t>;
+  const int64_t stride = width + (is_scaled ? kScaleBytes : 0);
+  const W* w = static_cast<const W*>(weight.data) + column * stride;
   Vec<T> sums[columns][rows];
   EFLA_UNROLL_FOR (int j = 0; j < columns; ++j)
     EFLA_UNROLL_FOR (int r = 0; r < rows; ++r) sums[j][r] = Vec<T>{};
-  constexpr int step = columns * kLanes<T> * int(sizeof(E)), line = 64;
+  constexpr int step = columns * kLanes<T> * int(sizeof(W)), line = 64;
   const auto accumulate = [&](auto fetch, auto multiply, int64_t c) __attribute__((always_inline)) {
-    const char* next = reinterpret_cast<const char*>(w + columns * (width + c));  // may lie behind the weight
+    const char* next = reinterpret_cast<const char*>(w + columns * (stride + c));  // may lie behind the weight
     EFLA_UNROLL_FOR (int i = 0; i < step; i += line) __builtin_prefetch(next + i, 0, 2);
     Vec<T> a[rows];
     EFLA_UNROLL_FOR (int r = 0; r < rows; ++r) a[r] = fetch(x + r * width + c);
     EFLA_UNROLL_FOR (int j = 0; j < columns; ++j) {
-      const Vec<T> b = fetch(w + j * width + c);
+      const Vec<T> b = fetch(w + j * stride + c);
       EFLA_UNROLL_FOR (int r = 0; r < rows; ++r) sums[j][r] += multiply(a[r], b);
     }
   };
@@ -43,21 +46,27 @@ EFLA_INLINE void dot_tile(const Compute<E>* x, const E* w, int64_t width, Comput
                [](Vec<T> a, Vec<T> b) { return rounded<Vec<T>>(a * b); }, c);
   EFLA_UNROLL_FOR (int j = 0; j < columns; ++j)
     EFLA_UNROLL_FOR (int r = 0; r < rows; ++r) dots[j][r] = sum<T>(sums[j][r]);
+  if constexpr (is_scaled)
+    for (int j = 0; j < columns; ++j) {
+      T scale;
+      __builtin_memcpy(&scale, w + j * stride + width, sizeof scale);
+      for (int r = 0; r < rows; ++r) dots[j][r] *= scale;
+    }
 }
 
 template <class E> EFLA_INLINE Compute<E> get(const E* y) { return load_some(y, 1)[0]; }
 template <class E> EFLA_INLINE void put(E* y, Compute<E> value) { store_some(y, splat<Compute<E>>(value), 1); }
 
-template <class E, int columns, int rows>
+template <class E, class W, int columns, int rows>
 EFLA_INLINE void tile(const ProductsProblem& p, const Compute<E>* x, int part, int64_t row, int64_t column) {
   using T = Compute<E>;
   x += row * p.width;
   E* y = static_cast<E*>(p.y[part]) + row * p.columns[part] + column;
   T dots[columns][rows];
-  dot_tile<E, columns, rows>(x, static_cast<const E*>(p.weight[part]) + column * p.width, p.width, dots);
+  dot_tile<T, W, columns, rows>(x, p.weight[part], column, p.width, dots);
   if (p.gated) {
     T up[columns][rows];
-    dot_tile<E, columns, rows>(x, static_cast<const E*>(p.weight[1]) + column * p.width, p.width, up);
+    dot_tile<T, W, columns, rows>(x, p.weight[1], column, p.width, up);
     for (int j = 0; j < columns; ++j)
       for (int r = 0; r < rows; ++r)
         dots[j][r] = (splat<T>(dots[j][r]) * sigmoid<T>(splat<T>(dots[j][r])))[0] * up[j][r];
@@ -73,13 +82,13 @@ EFLA_INLINE void tile(const ProductsProblem& p, const Compute<E>* x, int part, i
     }
 }
 
-template <class E, int columns>
+template <class E, class W, int columns>
 void column_tile(const ProductsProblem& p, const Compute<E>* x, int part, int64_t column) {
   for (int64_t row = 0; row < p.rows; row += kTileRows) switch (p.rows - row) {
-      case 1: tile<E, columns, 1>(p, x, part, row, column); break;
-      case 2: tile<E, columns, 2>(p, x, part, row, column); break;
-      case 3: tile<E, columns, 3>(p, x, part, row, column); break;
-      default: tile<E, columns, kTileRows>(p, x, part, row, column);
+      case 1: tile<E, W, columns, 1>(p, x, part, row, column); break;
+      case 2: tile<E, W, columns, 2>(p, x, part, row, column); break;
+      case 3: tile<E, W, columns, 3>(p, x, part, row, column); break;
+      default: tile<E, W, columns, kTileRows>(p, x, part, row, column);
     }
 }
 
@@ -98,22 +107,25 @@ template <class E> const Compute<E>* in_compute_type(const ProductsProblem& p) {
   }
 }
 
-template <class E> void columns_of(const ProductsProblem& p, int part, int64_t begin, int64_t end) {
+template <class E, class W> void columns_of(const ProductsProblem& p, int part, int64_t begin, int64_t end) {
   const Compute<E>* x = in_compute_type<E>(p);
   int64_t column = begin;
   if (p.rows == 1)
-    for (; column + 8 <= end; column += 8) tile<E, 8, 1>(p, x, part, 0, column);
+    for (; column + 8 <= end; column += 8) tile<E, W, 8, 1>(p, x, part, 0, column);
   else if (p.rows == 2)
-    for (; column + 4 <= end; column += 4) tile<E, 4, 2>(p, x, part, 0, column);
+    for (; column + 4 <= end; column += 4) tile<E, W, 4, 2>(p, x, part, 0, column);
   else
-    for (; column + 2 <= end; column += 2) column_tile<E, 2>(p, x, part, column);
-  for (; column < end; ++column) column_tile<E, 1>(p, x, part, column);
+    for (; column + kTileColumns <= end; column += kTileColumns) column_tile<E, W, kTileColumns>(p, x, part, column);
+  for (; column < end; ++column) column_tile<E, W, 1>(p, x, part, column);
 }
 
 }  // namespace
 
 void products(const ProductsProblem& p, int part, int64_t begin, int64_t end) {
-  with_elements(p.dtype, [&]<class E>(E) { columns_of<E>(p, part, begin, end); });
+  const Dtype weight = p.weight[part].dtype;
+  if (p.dtype == Dtype::float32 && weight == Dtype::int8) return columns_of<float, int8_t>(p, part, begin, end);
+  if (p.dtype == Dtype::float32 && weight == Dtype::float16) return columns_of<float, Float16>(p, part, begin, end);
+  with_elements(p.dtype, [&]<class E>(E) { columns_of<E, E>(p, part, begin, end); });
 }
 
 }  // namespace efla::EFLA_ISA

@@ -165,15 +165,33 @@ bool gate_case() {
   return true;
 }
 
+// Rounds weights [columns, width] to int8 with a scale for each row, in place, and returns them as the kernel takes them.
+std::vector<int8_t> as_int8(Buffer& weights, int64_t width) {
+  std::vector<int8_t> bytes;
+  for (size_t row = 0; row < weights.size(); row += size_t(width)) {
+    const float scale = float(pick(1, 9)) / 127;
+    for (int64_t i = 0; i < width; ++i) {
+      const float number = std::nearbyint(std::fmin(std::fmax(weights[row + i] / scale, -127.f), 127.f));
+      bytes.push_back(int8_t(number)), weights[row + i] = number * scale;
+    }
+    const auto* scale_bytes = reinterpret_cast<const int8_t*>(&scale);
+    bytes.insert(bytes.end(), scale_bytes, scale_bytes + sizeof scale);
+  }
+  return bytes;
+}
+
 bool products_case() {
   ProductsProblem p;
   p.rows = pick(0, 9), p.width = pick(1, 90), p.gated = pick(0, 1), p.count = p.gated ? 2 : int(pick(1, 4));
   const Buffer x = drawn(p.rows * p.width);
   Buffer weights[4], first[4];
+  std::vector<int8_t> bytes[4];
   const int64_t columns = pick(1, 80);
+  const bool is_int8 = pick(0, 1);
   for (int i = 0; i < p.count; ++i) {
     p.columns[i] = p.gated ? columns : pick(1, 80);
     weights[i] = drawn(p.columns[i] * p.width);
+    if (is_int8) bytes[i] = as_int8(weights[i], p.width);
     first[i] = unwritten(p.rows * p.columns[i]);
     for (int64_t j = 0; j < p.rows * p.columns[i]; ++j)
       first[i][j] = float(dot(&x[j / p.columns[i] * p.width], &weights[i][j % p.columns[i] * p.width], p.width));
@@ -185,7 +203,8 @@ bool products_case() {
     p.x = x.data();
     for (int i = 0; i < p.count; ++i) {
       y[i] = unwritten(p.rows * p.columns[i]);
-      p.weight[i] = weights[i].data(), p.y[i] = y[i].data();
+      p.weight[i] = is_int8 ? Weight{bytes[i].data(), Dtype::int8} : Weight{weights[i].data(), p.dtype};
+      p.y[i] = y[i].data();
     }
     run_products(p, int(pick(1, 3)));
     for (int i = 0; i < (p.gated ? 1 : p.count); ++i)

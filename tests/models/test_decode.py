@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from efla import rules
 from efla.models import EflaForCausalLM
 from efla.models.block import EflaBlock
+from efla.models.quantization import WEIGHTS, pack_linears
 from efla.native import kernels
 from tests.models.tiny import VOCABULARY, tiny_model
 
@@ -78,6 +79,19 @@ def test_one_kernel_computes_the_bits_of_the_modules(
             expected = decode(model, ids_of(batch))
         assert all(torch.equal(found[name], expected[name]) for name in expected)
     assert len(steps) == 2 * 4 * (2 if "mixers" in fields else 4)
+
+
+@pytest.mark.parametrize("fields", [{}, {"rule": "gated_efla"}, {"tie_word_embeddings": True}], ids=str)
+@pytest.mark.parametrize("weights", WEIGHTS)
+def test_smaller_weights_take_the_same_kernel(weights: str, fields: dict[str, Any], steps: list[int]) -> None:
+    model = pack_linears(tiny_model(**fields), weights)
+    found = decode(model, ids_of(3))
+    assert len(steps) == 4 * 4
+    with by_modules():
+        expected = decode(model, ids_of(3))
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    alone = decode(model, ids_of(3)[:1])
+    assert all(torch.equal(found[name][:1], alone[name]) for name in alone)
 
 
 def test_more_rows_than_the_products_take_are_left_to_the_modules(steps: list[int]) -> None:

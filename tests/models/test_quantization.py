@@ -10,9 +10,11 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, DynamicCache
 
+from efla.layers.linear import PackedLinear
 from efla.models import EflaForCausalLM
 from efla.models.loading import load_model
-from efla.models.quantization import WEIGHTS, CpuWeightsConfig, PackedLinear, pack_linears
+from efla.models.quantization import WEIGHTS, CpuWeightsConfig, pack_linears
+from efla.native import kernels
 from efla.testing import assert_close
 from tests.models.tiny import ALL, HYBRID, exact_and_rounded, random_tokens, tiny_model
 
@@ -47,10 +49,17 @@ def test_float16_rounds_the_weights_and_nothing_else(bias, rows):
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("rows", [1, 3, 40])
 @torch.no_grad()
-def test_int8_rounds_each_output_s_weights_to_8_bits_and_the_input_to_7(bias, rows):
+def test_int8_rounds_each_output_s_weights_to_8_bits_and_the_input_of_many_rows_to_7(bias, rows):
     linear, x = random_linear(bias), torch.randn(2, rows, 77) + 1
-    found = PackedLinear(linear, "int8")(x)
+    packed = PackedLinear(linear, "int8")
+    found = packed(x)
     linear, x = linear.double(), x.double()
+    if kernels is not None and rows < 40:
+        linear.weight.copy_(packed._widened())
+        size = x.abs() @ linear.weight.abs().T  # what a sum in float32 is rounded by
+        exact = linear(x)
+        assert ((found - exact).abs() <= 80 * 2**-24 * (size + exact.abs())).all()
+        return
     step = (
         x.max().clamp(min=0) - x.min().clamp(max=0)
     ) / 127  # at an end of the range a whole step, elsewhere half of one
@@ -59,6 +68,17 @@ def test_int8_rounds_each_output_s_weights_to_8_bits_and_the_input_to_7(bias, ro
     error = (found - linear(x)).abs()
     assert (error <= 1.001 * bound + 1e-6).all()
     assert (error > 1e-4 * bound).any()
+
+
+@torch.no_grad()
+def test_int8_without_fbgemm_rounds_the_weights_and_nothing_else():
+    linear, x = random_linear(True), torch.randn(40, 77)
+    packed = PackedLinear(linear, "int8")
+    packed._packed = None  # as on ARM
+    error = packed(x) - linear(x)
+    bound = x.abs().sum(-1, keepdim=True) * linear.weight.abs().amax(1) / 127 / 2
+    assert (error.abs() <= 1.001 * bound + 1e-5 * linear.weight.abs().amax(1)).all()
+    assert (error.abs() > 1e-3 * bound).any()
 
 
 @pytest.mark.parametrize("name", ALL)

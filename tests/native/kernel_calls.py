@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 if __name__ == "__main__" and len(sys.argv) > 2:
     _spec = importlib.util.spec_from_file_location("efla.native._kernels", sys.argv[2])
@@ -164,6 +165,8 @@ def mamba2_step(s: Sizes, width: int = 4) -> tuple:
 def products(s: Sizes) -> tuple:
     columns = s.value_dim, s.key_heads, 3
     x, weights = torch.randn(s.batch, s.key_dim).to(s.dtype), [torch.randn(n, s.key_dim).to(s.dtype) for n in columns]
+    if s.dtype == torch.float32:  # also with smaller weights; int8 ones have the bytes of a float32 scale in each row
+        weights[1:] = functional.pad(weights[1], (0, 4)).to(torch.int8), weights[2].half()
     return x, weights, [x.new_empty(s.batch, n) for n in columns], False, 1
 
 

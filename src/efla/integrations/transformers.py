@@ -30,7 +30,8 @@ from torch import Tensor, nn
 from transformers.activations import ACT2FN, SiLUActivation
 
 from efla import rules
-from efla.layers.blocks import SwiGLU, apply_linear, is_plain, plain_weights
+from efla.layers.blocks import SwiGLU
+from efla.layers.linear import apply_linear, is_plain, plain_weights
 from efla.models.inputs import boundaries_of_positions, boundaries_of_starts, find_packing, positions_of_packed
 from efla.native import rows
 from efla.scans.api import linear_attention
@@ -354,7 +355,7 @@ def _decode(self: Any, x: Tensor, cache: Any) -> Tensor | None:
     """The output [B, 1, d] of a layer with Qwen3.5's parameters; ``None`` where the kernels do not apply."""
     conv_state, memory = cache.get_conv_state(self.layer_idx), cache.get_recurrent_state(self.layer_idx)
     maps = [getattr(self, name, None) for name in ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj")]
-    weights = None if memory is None or None in maps else plain_weights(maps)
+    weights = None if memory is None or None in maps else plain_weights(maps, x.dtype)
     if (
         weights is None
         or getattr(cache.layers[self.layer_idx], "record_past", False)

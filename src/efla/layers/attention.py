@@ -14,7 +14,8 @@ from torch.nn import functional
 import efla.scans.api as scans
 from efla import rules
 from efla.errors import unknown_name
-from efla.layers.blocks import RMSNorm, apply_linear, apply_linears, is_plain
+from efla.layers.blocks import RMSNorm
+from efla.layers.linear import apply_linear, apply_linears, is_plain
 from efla.layers.short_conv import SequenceNeighbours, ShortConvolution
 from efla.native import rows
 from efla.scans.backends import native

@@ -12,7 +12,8 @@ from torch.nn import functional
 
 import efla.scans.api as scans
 from efla.layers.attention import MixerState, Projected, draw_dt_bias, draw_log_rate
-from efla.layers.blocks import RMSNorm, apply_linear, is_plain
+from efla.layers.blocks import RMSNorm
+from efla.layers.linear import apply_linear, is_plain
 from efla.layers.short_conv import SequenceNeighbours, ShortConvolution
 from efla.native import rows
 from efla.scans.backends import native

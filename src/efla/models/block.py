@@ -13,7 +13,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from efla.layers import LinearAttention, Mamba2, RMSNorm, SoftmaxAttention, SwiGLU
-from efla.layers.blocks import is_plain, plain_weights
+from efla.layers.linear import is_plain, plain_weights
 from efla.layers.softmax_attention import eager_attention
 from efla.models import cache as caches
 from efla.models.configuration_efla import EflaConfig
@@ -132,7 +132,9 @@ class EflaBlock(GradientCheckpointingLayer):  # type: ignore[misc]
             return None
         step = mixer.decoding_step(hidden, caches.read_state(cache, self.layer_idx, hidden.shape[0]))
         maps = (*mixer.projections(), mixer.o_proj)
-        weights = plain_weights(maps if mlp is None else (*maps, mlp.gate_proj, mlp.up_proj, mlp.down_proj))
+        weights = plain_weights(
+            maps if mlp is None else (*maps, mlp.gate_proj, mlp.up_proj, mlp.down_proj), hidden.dtype
+        )
         if step is None or weights is None:
             return None
         gains = [None if norm is None else rows.gain(norm.weight, hidden) for norm in norms]

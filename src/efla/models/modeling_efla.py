@@ -21,7 +21,7 @@ from transformers.utils.generic import can_return_tuple
 from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
 from efla.layers import LinearAttention, Mamba2, RMSNorm, ShortConvolution, SoftmaxAttention
-from efla.layers.blocks import apply_linear
+from efla.layers.linear import apply_linear
 from efla.models import cache as caches
 from efla.models import register_when_loaded
 from efla.models.block import EflaBlock

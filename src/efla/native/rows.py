@@ -22,6 +22,7 @@ from efla.phi import forward_mode
 _SMALL = 8192  # with fewer elements, torch's own operations are as fast
 _MAX_CONV_WIDTH = 16
 MAX_PRODUCT_ROWS = 16  # with more rows, torch's matrix product is as fast
+_SMALLER_WEIGHTS = {(torch.float32, torch.float16), (torch.float32, torch.int8)}
 _switched_off = ContextVar("row_kernels_switched_off", default=False)
 
 
@@ -83,7 +84,8 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
 def products(x: Tensor, weights: Sequence[Tensor], *, gated: bool = False) -> list[Tensor] | None:
     """x W^T for each weight W, for inference on a few rows, or ``None`` where the kernel does not apply or torch is as fast.
 
-    gated: the only result is silu(x W0^T) * (x W1^T). x: [..., D]; weights: [C, D]; results: [..., C].
+    gated: the only result is silu(x W0^T) * (x W1^T). x: [..., D]; weights: [C, D]; results: [..., C]. With float32 x, weights
+    may be float16, or int8 [C, D + 4] as :class:`efla.layers.linear.PackedLinear` stores them.
 
     The kernel reads all weights in one call. Its results do not depend on the number of rows.
     """
@@ -93,7 +95,8 @@ def products(x: Tensor, weights: Sequence[Tensor], *, gated: bool = False) -> li
         or torch.is_autocast_enabled("cpu")
         or not kernels_take(x, *weights)
         or not 0 < x.numel() <= MAX_PRODUCT_ROWS * width
-        or any(w.dtype != x.dtype or not w.is_contiguous() or w.is_neg() for w in weights)
+        or any(w.dtype != x.dtype and (x.dtype, w.dtype) not in _SMALLER_WEIGHTS for w in weights)
+        or any(not w.is_contiguous() or w.is_neg() for w in weights)
     ):
         return None
     flat = _rows(x)

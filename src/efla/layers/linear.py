@@ -1,0 +1,121 @@
+"""Linear maps: several of the same few rows in one kernel call, and with smaller weights."""
+
+import warnings
+from collections.abc import Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.nn.modules import module as module_hooks
+
+from efla.native import rows
+
+
+def is_plain(module: nn.Module, kind: type[nn.Module]) -> bool:
+    """Whether calling the module runs the forward of ``kind`` and nothing else: no subclass, no hook."""
+    return type(module) is kind and not (
+        module._forward_hooks
+        or module._forward_pre_hooks
+        or "forward" in vars(module)
+        or module_hooks._global_forward_hooks
+        or module_hooks._global_forward_pre_hooks
+    )
+
+
+class PackedLinear(nn.Module):
+    """y = x W^T + b with W in float16, or in int8 with one scale for each output; x, y: [..., size].
+
+    A few rows are multiplied by our kernel, which rounds nothing but the weights. More rows are multiplied by float16
+    weights widened to float32, or by torch's fbgemm kernels with a second copy of the int8 weights; these round x to 7 bits
+    between its own smallest and largest number, because products of 8 bits would overflow the 16-bit sums of AVX2.
+    """
+
+    weight: Tensor
+    """float16 [O, D], or int8 [O, D + 4]: the numbers of an output, then the bytes of their float32 scale."""
+
+    def __init__(self, linear: nn.Linear, weights: str) -> None:
+        super().__init__()
+        self.in_features, self.out_features, self.weights = linear.in_features, linear.out_features, weights
+        weight = linear.weight.detach().float()
+        self.bias = None if linear.bias is None else linear.bias.detach().float()
+        self._packed: Any = None
+        stored = weight.half() if weights == "float16" else weight
+        if not stored.isfinite().all():
+            raise ValueError(f"cannot store weights that are not finite as {weights}")
+        if weights == "float16":
+            self.weight = stored
+            return
+        scales = (weight.abs().amax(1) / 127).clamp(min=torch.finfo(torch.float32).tiny)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message=".*quantized tensor creation functions.*deprecated")
+            zeros = torch.zeros_like(scales, dtype=torch.long)
+            quantized = torch.quantize_per_channel(weight, scales, zeros, 0, torch.qint8)
+        self.weight = torch.cat([quantized.int_repr(), scales[:, None].view(torch.int8)], dim=1)
+        if "fbgemm" in torch.backends.quantized.supported_engines:
+            self._packed = torch.ops.quantized.linear_prepack(quantized, self.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.requires_grad:
+            raise RuntimeError(f"{self.weights} weights have no backward pass; load the model without them to train")
+        wide = x.float()
+        few = rows.products(wide, [self.weight])
+        if few is not None:
+            y = few[0] if self.bias is None else few[0] + self.bias
+        elif self._packed is not None:
+            y = torch.ops.quantized.linear_dynamic(wide, self._packed, reduce_range=True)
+        else:
+            y = functional.linear(wide, self._widened(), self.bias)
+        return y.to(x.dtype)
+
+    def _widened(self) -> Tensor:
+        """The weights [O, D] in float32."""
+        if self.weights == "float16":
+            return self.weight.float()
+        numbers, scales = self.weight.split([self.in_features, 4], dim=1)
+        return numbers * scales.contiguous().view(torch.float32)
+
+    def extra_repr(self) -> str:
+        return f"in_features={self.in_features}, out_features={self.out_features}, weights={self.weights}"
+
+
+def plain_weights(linears: Sequence[nn.Module | None], dtype: torch.dtype) -> list[Tensor | None] | None:
+    """The weights of plain linear maps without biases for rows of a dtype, as :func:`efla.native.rows.products` takes them.
+
+    ``None`` for ``None``; or ``None`` instead of a list if one is anything else.
+    """
+    weights: list[Tensor | None] = []
+    weight: Tensor | None
+    bias: Tensor | None
+    for linear in linears:
+        if linear is None:
+            weights.append(None)
+            continue
+        if is_plain(linear, nn.Linear):
+            weight, bias = linear._parameters["weight"], linear._parameters["bias"]  # attributes of a module are slow
+            fits = weight is not None and weight.dtype == dtype
+        elif is_plain(linear, PackedLinear):
+            packed = cast(PackedLinear, linear)
+            weight, bias, fits = packed.weight, packed.bias, dtype == torch.float32
+        else:
+            return None
+        if not fits or bias is not None or not rows.is_plain_tensor(weight):
+            return None
+        weights.append(weight)
+    return weights
+
+
+def apply_linears(x: Tensor, linears: Sequence[nn.Module | None]) -> tuple[Tensor | None, ...]:
+    """linear(x) for each, and ``None`` for ``None``; all in one kernel where x is a few rows in inference.
+
+    Modules that are not plain linear maps (adapters, maps quantised by others, with hooks or biases) are called themselves.
+    """
+    weights = plain_weights(linears, x.dtype)
+    results = None if weights is None else rows.products(x, [w for w in weights if w is not None])
+    found = iter([linear(x) for linear in linears if linear is not None] if results is None else results)
+    return tuple(None if linear is None else next(found) for linear in linears)
+
+
+def apply_linear(x: Tensor, linear: nn.Module) -> Tensor:
+    """linear(x), by :func:`apply_linears`."""
+    return cast(Tensor, apply_linears(x, (linear,))[0])
