@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import importlib
+import sys
 import warnings
 
 import pytest
 import torch
+from torch import nn
 from transformers import DataCollatorWithFlattening, DynamicCache
 
+from efla.cli import main
 from efla.integrations import transformers as integration
-from efla.integrations.transformers import FUNCTIONS, accelerate_cpu
+from efla.integrations.transformers import FUNCTIONS, accelerate_cpu, accelerate_model
 from efla.native import kernels
 from efla.scans.backends import native
 
@@ -221,3 +224,36 @@ def test_a_transformers_without_the_hook_is_left_alone_with_a_warning(monkeypatc
     monkeypatch.setattr(integration, "_replacements", list)
     with pytest.warns(UserWarning, match="nothing was changed"):
         assert accelerate_cpu().models == []
+
+
+def test_generate_and_eval_run_transformers_models_on_the_kernels(tmp_path, monkeypatch):
+    folder, text = tmp_path / "qwen", tmp_path / "text.txt"
+    model = small_model("qwen3_5", vocab_size=256)
+    model.save_pretrained(folder)
+    text.write_text("the quick brown fox\n" * 40)
+    module = sys.modules[type(model).__module__]
+    before = {name: getattr(module, name) for name in FUNCTIONS}
+    calls, attend = [], integration.linear_attention
+    monkeypatch.setattr(integration, "linear_attention", lambda *a, **k: calls.append(1) or attend(*a, **k))
+    text_alone = [
+        "--length",
+        "--text",
+        str(text),
+        "--positions",
+        "50",
+        "--rows",
+        "1",
+        "--pairs",
+        "2",
+        "--lengths",
+        "16",
+    ]
+    for command in (
+        ["generate", str(folder), "--prompt", "Hello", "--max-new-tokens", "3"],
+        ["eval", str(folder), *text_alone, "--output", str(tmp_path / "eval")],
+    ):
+        calls.clear()
+        assert main(command) == 0
+        assert calls, command
+    assert before == {name: getattr(module, name) for name in FUNCTIONS}
+    assert not accelerate_model(nn.Linear(2, 2)).models

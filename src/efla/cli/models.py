@@ -132,6 +132,7 @@ def generate(
     import torch
     from transformers import DynamicCache
 
+    from efla.integrations.transformers import accelerate_model
     from efla.models.cache import seen_tokens
     from efla.models.loading import load_model
     from efla.models.tokenizer import TimedStreamer
@@ -153,7 +154,7 @@ def generate(
     sampling = {"temperature": temperature, "top_k": top_k, "top_p": top_p} if temperature > 0 else {}
     torch.manual_seed(seed)
     print(text, end="", flush=True)
-    with torch.inference_mode():
+    with accelerate_model(loaded.model), torch.inference_mode():
         pad_token_id = loaded.model.config.pad_token_id
         written = loaded.model.generate(
             ids,

@@ -86,6 +86,8 @@ class Evaluation(ABC):
             if output.is_dir():
                 return read_rows(output)
             raise ValueError(f"give at least one model: efla eval MODEL ({output} holds no results to show)")
+        from efla.integrations.transformers import accelerate_model
+
         settings, names = self.settings, names_of(list(dict.fromkeys(models)))
         with (
             RunFolder.open(output, self.experiment, self.protocol) as folder,
@@ -103,11 +105,12 @@ class Evaluation(ABC):
                     dtype=settings.dtype,
                 )
                 earlier = _finished_cells(loaded, folder)
-                for cell in self.cells:
-                    if cell in earlier:
-                        progress.skip(f"{name}/{cell}", self.summary(earlier[cell]))
-                    else:
-                        self._run_cell(loaded, cell, folder, progress)
+                with accelerate_model(loaded.model):
+                    for cell in self.cells:
+                        if cell in earlier:
+                            progress.skip(f"{name}/{cell}", self.summary(earlier[cell]))
+                        else:
+                            self._run_cell(loaded, cell, folder, progress)
             return folder.rows()
 
     def _run_cell(self, loaded: Loaded, cell: str, folder: RunFolder, progress: GridProgress) -> None:

@@ -19,6 +19,7 @@ from __future__ import annotations
 import functools
 import importlib
 import inspect
+import sys
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -92,6 +93,12 @@ def accelerate_cpu() -> Acceleration:
             stacklevel=2,
         )
     return acceleration
+
+
+def accelerate_model(model: nn.Module) -> Acceleration:
+    """:func:`accelerate_cpu` if the model is one of transformers' gated-delta-rule models, else an empty acceleration."""
+    module = sys.modules[type(model).__module__]
+    return accelerate_cpu() if FUNCTIONS.keys() & vars(module).keys() else Acceleration()
 
 
 def register() -> None:
