@@ -185,7 +185,7 @@ def test_what_does_not_fit_is_said_before_anything_starts(arguments, message, ca
 def test_recipes_are_listed(capsys):
     assert cli.main(["train", "--list-recipes"]) == 0
     assert capsys.readouterr().out.split() == recipes.names()
-    assert {"tiny", "efla-340m-paper", "efla-1.3b-paper", "exact-flow-full"} <= set(recipes.names())
+    assert {"tiny", "efla-340m-paper", "efla-1.3b-paper", "efla-full"} <= set(recipes.names())
 
 
 def test_fields_are_json_or_text():

@@ -100,6 +100,11 @@ def arm_of(name: str) -> str:
     return _ARM_NAMES.get(name, name)
 
 
+def arm_name(key: str) -> str:
+    """What people call an arm: the inverse of :func:`arm_of`."""
+    return {key: name for name, key in _ARM_NAMES.items()}[key]
+
+
 def arm(name: str, size: str = "quick", **overrides: Any) -> EflaConfig:
     """An arm of the CPU protocol in size "quick" or "full", whose vocabulary is bytes, or in a size of the paper."""
     sizes = {"quick": _SIZES["tiny"], "full": _FULL, "340m": _SIZES["340m"], "1.3b": _SIZES["1.3b"]}

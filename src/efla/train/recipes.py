@@ -74,7 +74,11 @@ def cpu_protocol(arm: str, profile: str) -> TrainConfig:
 _RECIPES: dict[str, Callable[[], TrainConfig]] = {
     "tiny": partial(tiny, "efla-tiny"),
     **{f"{model}-tiny": partial(tiny, f"{model}-tiny") for model in _MODELS},
-    **{f"{arm}-{p}": partial(cpu_protocol, arm, p) for p in ("quick", "full") for arm in presets.arms()},
+    **{
+        f"{presets.arm_name(arm)}-{p}": partial(cpu_protocol, arm, p)
+        for p in ("quick", "full")
+        for arm in presets.arms()
+    },
     **{f"{model}-{size}-paper": partial(paper, model, size) for size in _PAPER for model in _MODELS},
 }
 
@@ -85,9 +89,11 @@ def names() -> list[str]:
 
 
 def get(name: str) -> TrainConfig:
-    """The config of that name; an arm may have the name of its model."""
+    """The config of that name; an arm may have its key in rows, such as exact-flow for efla."""
     arm, _, size = name.rpartition("-")
-    found = _RECIPES.get(name) or _RECIPES.get(f"{presets.arm_of(arm)}-{size}")
+    found = _RECIPES.get(name)
+    if found is None and arm in presets.arms():
+        found = _RECIPES.get(f"{presets.arm_name(arm)}-{size}")
     if found is None:
         raise unknown_name("recipe", name, _RECIPES)
     return found()
