@@ -89,7 +89,7 @@ PLAINEST := EFLA_SIMD=baseline,ATEN_CPU_CAPABILITY=default,MKL_CBWR=COMPATIBLE,O
 PORTABLE := $(PLAINEST) ATEN_CPU_CAPABILITY=avx2,EFLA_TEST_THREADS=4
 COMPUTES_NOTHING := tests/report tests/data tests/bench tests/runs tests/cli tests/test_docs.py tests/test_import.py \
 	tests/native/test_allocator.py tests/train/test_recipes.py tests/experiments/test_runner.py \
-	tests/experiments/test_display.py $(wildcard tests/experiments/mad/test_[grs]*.py)
+	$(wildcard tests/experiments/mad/test_[grs]*.py)
 
 test-portable: setup
 	@for settings in $(PORTABLE); do \

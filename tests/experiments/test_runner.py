@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from efla.experiments.experiment import Cell
 from efla.experiments.runner import run
 from efla.runs.folder import CONFIG, RunFolder, read_config
 from efla.runs.records import from_record, to_record
@@ -204,3 +205,8 @@ def test_a_run_that_ends_early_takes_its_workers_along_and_can_be_continued(
         assert "the same command continues" in printed
         assert (tmp_path / ROWS).read_bytes().endswith(b"\n")
     assert _run(TinyConfig(cells=3), tmp_path).skipped == 2  # type: ignore[attr-defined]
+
+
+def test_people_read_the_name_of_an_arm_and_rows_keep_its_key() -> None:
+    cell = Cell({"arm": "exact-flow", "rate": 0.003, "seed": 1})
+    assert (cell.id, cell.label) == ("arm=exact-flow rate=0.003 seed=1", "EFLA rate=0.003 seed=1")

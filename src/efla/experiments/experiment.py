@@ -17,6 +17,7 @@ import numpy as np
 
 from efla.errors import check_names
 from efla.models import presets
+from efla.runs.names import name_of
 from efla.runs.records import GRID, Record, check_fields, protocol_of
 
 if TYPE_CHECKING:
@@ -38,6 +39,12 @@ class Cell:
     def id(self) -> str:
         """A name that is the same in every run: ``arm=exact-flow rate=0.003 seed=0``."""
         return " ".join(f"{key}={value}" for key, value in self.settings.items())
+
+    @property
+    def label(self) -> str:
+        """The same for people: ``EFLA rate=0.003 seed=0``."""
+        shown = (name_of(value) if key == "arm" else f"{key}={value}" for key, value in self.settings.items())
+        return " ".join(shown)
 
 
 class Group(NamedTuple):

@@ -72,16 +72,16 @@ def run(
 
             def emit(event: Event) -> None:
                 if event.kind == "started":
-                    grid.start(event.cell.id)
+                    grid.start(event.cell.label)
                 elif event.kind == "progress":
-                    grid.progress(event.cell.id, event.fraction, event.values)
+                    grid.progress(event.cell.label, event.fraction, event.values)
                 elif event.kind == "finished":
                     folder.append(event.rows)
                     experiment.clean_up(event.cell)
-                    grid.finish(event.cell.id, format_values(event.rows[-1].get("show", {})))
+                    grid.finish(event.cell.label, format_values(event.rows[-1].get("show", {})))
                 else:
                     failures.append(event)
-                    grid.fail(event.cell.id, event.message)
+                    grid.fail(event.cell.label, event.message)
 
             try:
                 if to_do:
@@ -97,7 +97,7 @@ def run(
         first = failures[0]
         raise RuntimeError(
             f"{len(failures)} of {len(to_do)} cells failed; the others are safe in {output}. "
-            f"The first was '{first.cell.id}':\n{first.message.strip()}"
+            f"The first was '{first.cell.label}':\n{first.message.strip()}"
         )
     return summary
 
@@ -105,7 +105,7 @@ def run(
 def _expected(
     experiment: Experiment[Any], cells: Sequence[Cell], workers: int, threads: int, console: Console
 ) -> dict[str, float] | None:
-    """Seconds per cell by id, if there are cells and the experiment can estimate them; prints the total."""
+    """Seconds per cell by label, if there are cells and the experiment can estimate them; prints the total."""
     seconds = experiment.expected_seconds(cells, threads) if cells else None
     if seconds is None:
         return None
@@ -116,4 +116,4 @@ def _expected(
         "at this machine's present speed",
         soft_wrap=True,
     )
-    return {cell.id: value for cell, value in zip(cells, seconds, strict=True)}
+    return {cell.label: value for cell, value in zip(cells, seconds, strict=True)}
