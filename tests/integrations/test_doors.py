@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers.utils.import_utils import is_kernels_available
 
-from efla.integrations import transformers as integration
+from efla.integrations import gated_delta
 from efla.integrations.transformers import FUNCTIONS, accelerate_cpu, register
 from tests.fresh import run_fresh
 from tests.integrations.test_transformers import (
@@ -86,9 +86,9 @@ def count_calls(monkeypatch, owner, *names):
 
 
 def test_every_kernel_is_reached(door, model, ids, monkeypatch):
-    layers = count_calls(monkeypatch, integration.rows, "causal_conv", "rms_norm", "swiglu")
-    scans = count_calls(monkeypatch, integration, "linear_attention")
-    steps = count_calls(monkeypatch, integration.native, "step_in_place")  # a whole layer of Qwen3.5
+    layers = count_calls(monkeypatch, gated_delta.rows, "causal_conv", "rms_norm", "swiglu")
+    scans = count_calls(monkeypatch, gated_delta, "linear_attention")
+    steps = count_calls(monkeypatch, gated_delta.native, "step_in_place")  # a whole layer of Qwen3.5
     with door(model), torch.no_grad():
         cache = model(ids, use_cache=True).past_key_values
         assert layers["causal_conv"] == scans["linear_attention"] == 1

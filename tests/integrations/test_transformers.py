@@ -12,7 +12,7 @@ from torch import nn
 from transformers import DataCollatorWithFlattening, DynamicCache
 
 from efla.cli import main
-from efla.integrations import transformers as integration
+from efla.integrations import gated_delta
 from efla.integrations.transformers import FUNCTIONS, accelerate_cpu, accelerate_model
 from efla.native import kernels
 from efla.scans.backends import native
@@ -221,7 +221,7 @@ def test_it_can_be_undone_and_done_twice():
 
 
 def test_a_transformers_without_the_hook_is_left_alone_with_a_warning(monkeypatch):
-    monkeypatch.setattr(integration, "_replacements", list)
+    monkeypatch.setattr("efla.integrations.transformers._replacements", list)
     with pytest.warns(UserWarning, match="nothing was changed"):
         assert accelerate_cpu().models == []
 
@@ -233,8 +233,8 @@ def test_generate_and_eval_run_transformers_models_on_the_kernels(tmp_path, monk
     text.write_text("the quick brown fox\n" * 40)
     module = sys.modules[type(model).__module__]
     before = {name: getattr(module, name) for name in FUNCTIONS}
-    calls, attend = [], integration.linear_attention
-    monkeypatch.setattr(integration, "linear_attention", lambda *a, **k: calls.append(1) or attend(*a, **k))
+    calls, attend = [], gated_delta.linear_attention
+    monkeypatch.setattr(gated_delta, "linear_attention", lambda *a, **k: calls.append(1) or attend(*a, **k))
     text_alone = [
         "--length",
         "--text",

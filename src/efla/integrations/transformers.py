@@ -24,19 +24,21 @@ import warnings
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType, TracebackType
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.activations import ACT2FN, SiLUActivation
 
-from efla import rules
-from efla.layers.blocks import SwiGLU
-from efla.layers.linear import apply_linear, is_plain, plain_weights
+from efla.integrations.gated_delta import (
+    FUNCTIONS,
+    rms_norm,
+    rms_norm_gated,
+    rms_norm_zero_centered,
+    runs_here,
+    swiglu_mlp,
+    with_decoding,
+)
 from efla.models.inputs import boundaries_of_positions, boundaries_of_starts, find_packing, positions_of_packed
-from efla.native import rows
-from efla.scans.api import linear_attention
-from efla.scans.backends import native
 from efla.scans.validation import checks_values
 
 _INPUTS = ("input_ids", "attention_mask", "position_ids", "past_key_values", "inputs_embeds", "use_cache")
@@ -163,7 +165,7 @@ def _replacements() -> list[tuple[ModuleType | type, str, Callable[[Callable[...
             if method := _LAYERS.get(_names_used(owner)):
                 found.append((owner, "forward", functools.partial(_call_on_cpu, method)))
             elif {"in_proj_qkv", "causal_conv1d_update"} <= _names_used(owner) <= _GATED_DELTA_NET:
-                found.append((owner, "forward", _with_decoding))
+                found.append((owner, "forward", with_decoding))
         found += [(model, "forward", _with_packing) for model in _text_models(module)]
     return found
 
@@ -192,204 +194,21 @@ def _text_models(module: ModuleType) -> list[type]:
     return found
 
 
-def _runs_here(x: Tensor) -> bool:
-    return x.device.type == "cpu" and not torch.compiler.is_exporting()
-
-
 def _call_with_original(function: Callable[..., Any], original: Callable[..., Any]) -> Callable[..., Any]:
     return lambda *args, **kwargs: function(original, *args, **kwargs)
 
 
 def _call_on_cpu(method: Callable[..., Any], original: Callable[..., Any]) -> Callable[..., Any]:
     def forward(self: nn.Module, x: Tensor, *args: Tensor, **kwargs: Tensor) -> Any:
-        return (method if _runs_here(x) else original)(self, x, *args, **kwargs)
+        return (method if runs_here(x) else original)(self, x, *args, **kwargs)
 
     return forward
 
 
-# Functions, with the signatures of transformers' own behind ``original``, which takes what does not run here.
-
-
-def chunk_gated_delta_rule(
-    original: Callable[..., Any],
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    g: Tensor,
-    beta: Tensor,
-    chunk_size: int = 64,
-    initial_state: Tensor | None = None,
-    output_final_state: bool = False,
-    use_qk_l2norm_in_kernel: bool = False,
-    **kwargs: Any,
-) -> tuple[Tensor, Tensor | None]:
-    if not _runs_here(query):
-        kwargs |= {"initial_state": initial_state, "output_final_state": output_final_state, "chunk_size": chunk_size}
-        return original(query, key, value, g, beta, use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel, **kwargs)  # type: ignore[no-any-return]
-    inputs, shape, cu_seqlens = (query, key, value, beta, g), value.shape, kwargs.get("cu_seqlens")
-    if cu_seqlens is not None:
-        if output_final_state or initial_state is not None:
-            raise ValueError("packed sequences take no cache; pass use_cache=False and no past_key_values")
-        inputs = tuple(x.flatten(0, 1)[None] for x in inputs)  # type: ignore[assignment]
-    o, state = linear_attention(
-        *inputs,
-        rule="gated_delta",
-        initial_state=None if initial_state is None else initial_state.float(),
-        output_final_state=output_final_state,
-        qk_l2norm=use_qk_l2norm_in_kernel,
-        cu_seqlens=cu_seqlens,
-        # A cached token: the layer reads the cache's state and writes the new one there.
-        inplace_state=query.shape[1] == 1 and not torch.is_grad_enabled(),
-    )
-    return o.view(shape), state
-
-
-def fused_recurrent_gated_delta_rule(
-    original: Callable[..., Any],
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    g: Tensor,
-    beta: Tensor,
-    initial_state: Tensor | None = None,
-    output_final_state: bool = False,
-    use_qk_l2norm_in_kernel: bool = False,
-    **kwargs: Any,
-) -> tuple[Tensor, Tensor | None]:
-    def without_chunks(*args: Any, chunk_size: int, **kwargs: Any) -> Any:
-        return original(*args, **kwargs)
-
-    kwargs |= {"initial_state": initial_state, "output_final_state": output_final_state}
-    kwargs["use_qk_l2norm_in_kernel"] = use_qk_l2norm_in_kernel
-    return chunk_gated_delta_rule(without_chunks, query, key, value, g, beta, **kwargs)
-
-
-def causal_conv1d_fn(
-    original: Callable[..., Any],
-    hidden_states: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    activation: str | None = None,
-    **kwargs: Any,
-) -> Tensor:
-    """[B, C, T], which is a view of [B, T, C]; no window crosses a boundary in ``cu_seq_lens_q``."""
-    cu_seqlens = kwargs.get("cu_seq_lens_q")
-    if _runs_here(hidden_states):
-        x = hidden_states.to(weight.dtype).transpose(1, 2)
-        is_silu = activation in ("silu", "swish")
-        arguments = x if cu_seqlens is None else x.flatten(0, 1)[None], weight, bias, None, cu_seqlens, is_silu
-        y = rows.causal_conv(*arguments)
-        if y is None and cu_seqlens is not None:
-            y = rows.torch_conv(*arguments)
-        if y is not None:
-            if activation is not None and not is_silu:
-                y = ACT2FN[activation](y)
-            return y.view(x.shape).transpose(1, 2).to(hidden_states.dtype)
-    return original(hidden_states, weight, bias, activation=activation, **kwargs)  # type: ignore[no-any-return]
-
-
-def causal_conv1d_update(
-    original: Callable[..., Any],
-    hidden_states: Tensor,
-    conv_state: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    activation: str | None = None,
-) -> Tensor:
-    """One token: [B, C, 1]. conv_state [B, C, W] takes it in place of the oldest."""
-    if not _runs_here(hidden_states) or hidden_states.shape[2] != 1 or conv_state.shape[2] != weight.shape[1]:
-        return original(hidden_states, conv_state, weight, bias, activation)  # type: ignore[no-any-return]
-    window = torch.cat([conv_state[..., 1:], hidden_states], dim=-1)
-    conv_state.copy_(window)
-    wide = rows.wider(weight)
-    y = (window.to(wide) * weight.to(wide)).sum(-1, keepdim=True)
-    y = y if bias is None else y + bias[:, None]
-    return (y if activation is None else ACT2FN[activation](y)).to(hidden_states.dtype)
-
-
-FUNCTIONS: dict[str, Callable[..., Any]] = {
-    "torch_chunk_gated_delta_rule": chunk_gated_delta_rule,
-    "torch_recurrent_gated_delta_rule": fused_recurrent_gated_delta_rule,
-    "causal_conv1d_fn": causal_conv1d_fn,
-    "causal_conv1d_update": causal_conv1d_update,
-}
 _REGISTERED = {
     "torch_chunk_gated_delta_rule": "chunk_gated_delta_rule",
     "torch_recurrent_gated_delta_rule": "fused_recurrent_gated_delta_rule",
 }
-
-
-# Forwards of layers, with transformers' parameters on ``self``.
-
-
-def rms_norm(self: Any, hidden_states: Tensor) -> Tensor:
-    return rows.rms_norm(hidden_states, self.weight, self.variance_epsilon)
-
-
-def rms_norm_zero_centered(self: Any, x: Tensor) -> Tensor:
-    return rows.rms_norm(x, 1.0 + self.weight.to(rows.wider(x)), self.eps)
-
-
-def rms_norm_gated(self: Any, hidden_states: Tensor, gate: Tensor) -> Tensor:
-    y = rows.rms_norm(hidden_states, self.weight, self.variance_epsilon)
-    if self.activation in ("silu", "swish") and gate.dtype == y.dtype:
-        return rows.swiglu(gate, y)
-    return (y * ACT2FN[self.activation](gate.to(rows.wider(gate)))).to(y.dtype)
-
-
-def swiglu_mlp(self: Any, x: Tensor) -> Tensor:
-    if isinstance(self.act_fn, (nn.SiLU, SiLUActivation)):
-        return SwiGLU.forward(self, x)
-    return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))  # type: ignore[no-any-return]
-
-
-def _with_decoding(original: Callable[..., Any]) -> Callable[..., Any]:
-    """A token after a cached state by one kernel between the products; everything else by the original."""
-
-    def forward(
-        self: Any, hidden_states: Tensor, cache_params: Any = None, attention_mask: Tensor | None = None, **kwargs: Any
-    ) -> Any:
-        if hidden_states.shape[1] == 1 and cache_params is not None and attention_mask is None:
-            y = _decode(self, hidden_states, cache_params) if kwargs.get("cu_seq_lens_q") is None else None
-            if y is not None:
-                return y
-        return original(self, hidden_states, cache_params=cache_params, attention_mask=attention_mask, **kwargs)
-
-    return forward
-
-
-def _decode(self: Any, x: Tensor, cache: Any) -> Tensor | None:
-    """The output [B, 1, d] of a layer with Qwen3.5's parameters; ``None`` where the kernels do not apply."""
-    conv_state, memory = cache.get_conv_state(self.layer_idx), cache.get_recurrent_state(self.layer_idx)
-    maps = [getattr(self, name, None) for name in ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj")]
-    weights = None if memory is None or None in maps else plain_weights(maps, x.dtype)
-    if (
-        weights is None
-        or getattr(cache.layers[self.layer_idx], "record_past", False)
-        or not (is_plain(self.conv1d, nn.Conv1d) and is_plain(self.norm, type(self.norm)))
-        or self.conv1d.bias is not None
-        or {self.activation, self.norm.activation} - {"silu", "swish"}
-        or not rows.kernels_take(conv_state, memory, self.conv1d.weight, self.A_log, self.dt_bias, self.norm.weight)
-    ):
-        return None
-    projected = rows.products(x, cast(list[Tensor], weights[:4]))
-    if projected is None:
-        return None
-    qkv, z, b, a = projected
-    widths = (self.key_dim, self.key_dim, self.value_dim)
-    past, y = conv_state[..., 1:].contiguous(), torch.empty_like(z)
-    done = native.step_in_place(
-        "mixer_step", (memory,), *qkv.split(widths, -1), b, a, z, *self.conv1d.weight.split(widths), past, memory,
-        self.A_log, self.dt_bias, self.norm.weight, y, native.rule_code(rules.get("gated_delta")), True,
-        self.head_k_dim**-0.5, 1.0, self.norm.variance_epsilon,
-    )  # fmt: skip
-    if not done:
-        return None
-    conv_state[..., 0] = conv_state[..., 1]  # transformers keeps one input more than the convolution reads
-    conv_state[..., 1:] = past
-    return apply_linear(y, self.out_proj)
-
-
 _PLAIN = frozenset(["dtype", "to", "torch", "float32", "pow", "mean", "rsqrt", "variance_epsilon", "weight"])
 # By all names that the code of a layer's forward uses: a forward that does more than these is left alone.
 _LAYERS: dict[frozenset[str], Callable[..., Any]] = {
@@ -426,7 +245,7 @@ def _with_packing(original: Callable[..., Any]) -> Callable[..., Any]:
         kwargs.update(zip(_INPUTS, args, strict=False))
         embeddings = kwargs.get("inputs_embeds")
         tokens = kwargs.get("input_ids") if embeddings is None else embeddings
-        if tokens is not None and _runs_here(tokens):
+        if tokens is not None and runs_here(tokens):
             B, T = tokens.shape[:2]
             cu_seqlens = _packing_of(B, T, kwargs)
             if cu_seqlens is not None:
