@@ -175,7 +175,8 @@ def test_scalars_of_another_dtype_are_converted(backend, dtype):
     options = {"output_final_state": True, "backend": backend}
     found = efla.scan(inputs.q, inputs.k, inputs.v, *scalars, **options)
     expected = efla.scan(inputs.q, inputs.k, inputs.v, *(x.float() for x in scalars), **options)
-    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+    bits = {"rtol": 0, "atol": 0} if backend == "native" else {}  # the others are torch's products
+    torch.testing.assert_close(found, expected, **bits)
 
 
 @pytest.mark.parametrize("backend", ALL_BACKENDS)
