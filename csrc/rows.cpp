@@ -1,6 +1,7 @@
 // Splits the row-wise problems and runs them. The split depends on the shape only, never on the number of threads.
 #include "rows.h"
 
+#include <algorithm>
 #include <atomic>
 #include <stdexcept>
 #include <utility>
@@ -15,6 +16,7 @@ constexpr int64_t kMaxParts = 64;
 constexpr int64_t kNormRows = 64;             // rows a thread takes at once
 constexpr int64_t kGateElements = 8192;       // elements a thread takes at once
 constexpr int64_t kProductColumns = 32;       // columns of a product that a thread takes at once
+constexpr int64_t kMaxTeam = 64;              // threads
 constexpr double kElementsPerThread = 32768;  // with less work, a second thread costs more than it saves
 
 struct Loop {
@@ -22,21 +24,29 @@ struct Loop {
   const void* problem;
   const Kernels& kernels;
   int64_t count;
-  std::atomic<int64_t> next{0};
+  bool alone;  // the caller may itself be one thread of a team
+  std::atomic<int64_t> taken[kMaxTeam] = {};
 };
 
+// Each thread has its own range, as in torch, whose operations then find the results in the same core's cache. A thread that is
+// done with its range goes on with what others have left.
 void loop_body(void* argument) {
   Loop& loop = *static_cast<Loop*>(argument);
-  for (int64_t i = loop.next.fetch_add(1); i < loop.count; i = loop.next.fetch_add(1))
-    loop.body(loop.kernels, loop.problem, i);
+  const TeamPlace place = loop.alone ? TeamPlace{0, 1} : team_place();
+  for (int i = 0; i < place.size; ++i) {
+    const int part = (place.number + i) % place.size;
+    const int64_t begin = loop.count * part / place.size, end = loop.count * (part + 1) / place.size;
+    for (int64_t index; (index = begin + loop.taken[part].fetch_add(1)) < end;)
+      loop.body(loop.kernels, loop.problem, index);
+  }
 }
 
 void run(const void* problem, void (*body)(const Kernels&, const void*, int64_t), int64_t count, double elements,
          int threads) {
-  Loop loop{body, problem, active_kernels(), count};
-  int64_t useful = int64_t(elements / kElementsPerThread) + 1;
-  useful = useful < count ? useful : count;
-  if (count) run_parallel(int(threads < useful ? threads : useful), loop_body, &loop);
+  if (!count) return;
+  const int64_t useful = std::min({int64_t(elements / kElementsPerThread) + 1, count, int64_t(threads), kMaxTeam});
+  Loop loop{body, problem, active_kernels(), count, useful <= 1};
+  run_parallel(int(useful), loop_body, &loop);
 }
 
 void check(bool condition, const char* message) {

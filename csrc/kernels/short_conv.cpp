@@ -55,26 +55,54 @@ template <class E> struct Conv {
 
   EFLA_INLINE Vec<T> before_activation(int64_t t, int c, int left) const {
     Vec<T> z = p.bias ? load_some(static_cast<const T*>(p.bias) + c, left) : Vec<T>{};
-    if (p.width == 4 && t >= 3 && left >= kLanes<T>) {
-      const E* row = x(t) + c;
-      EFLA_UNROLL_FOR (int i = 0; i < 4; ++i) z += load(weight(i) + c) * load_elements(row + (i - 3) * p.x_token);
-      return z;
-    }
     for (int i = 0; i < p.width; ++i) z += load_some(weight(i) + c, left) * input(t - p.width + 1 + i, c, left);
     return z;
   }
 };
 
+template <class E> EFLA_INLINE void store_output(E* y, Vec<Compute<E>> z, bool silu, int left) {
+  store_some(y, silu ? z * sigmoid<Compute<E>>(z) : z, left);
+}
+
+// The whole vectors of kRows tokens from t on, all of whose inputs are tokens of the sequence. Each vector of inputs and
+// weights is loaded once for all of them. Returns the number of columns done.
+constexpr int kRows = 4;
+template <int Width, class E> int forward_rows(const Conv<E>& conv, int64_t t) {
+  using T = Compute<E>;
+  const ConvProblem& p = conv.p;
+  const T *weight = conv.weight(0), *bias = static_cast<const T*>(p.bias);
+  const E* x = conv.x(t - Width + 1);
+  E* y = static_cast<E*>(p.y) + conv.dense(t);
+  const int64_t channels = p.channels, token = p.x_token;
+  const bool silu = p.silu;
+  int c = 0;
+  for (; c + kLanes<T> <= channels; c += kLanes<T>) {
+    Vec<T> w[Width], in[kRows + Width - 1];
+    EFLA_UNROLL_FOR (int i = 0; i < Width; ++i) w[i] = load(weight + i * channels + c);
+    EFLA_UNROLL_FOR (int i = 0; i < kRows + Width - 1; ++i) in[i] = load_elements(x + i * token + c);
+    EFLA_UNROLL_FOR (int row = 0; row < kRows; ++row) {
+      Vec<T> z = bias ? load(bias + c) : Vec<T>{};
+      EFLA_UNROLL_FOR (int i = 0; i < Width; ++i) z += w[i] * in[row + i];
+      store_output(y + row * channels + c, z, silu, kLanes<T>);
+    }
+  }
+  return c;
+}
+
 template <class E> void forward_tile(const ConvProblem& p, int64_t index) {
   using T = Compute<E>;
   const Tile tile = tile_at(p, index);
   const Conv<E> conv{p, tile};
-  for (int64_t t = tile.begin; t < tile.end; ++t) {
-    E* y = static_cast<E*>(p.y) + conv.dense(t);
-    for (int c = 0; c < p.channels; c += kLanes<T>) {
-      const int left = p.channels - c;
-      Vec<T> z = conv.before_activation(t, c, left);
-      store_some(y + c, p.silu ? z * sigmoid<T>(z) : z, left);
+  for (int64_t t = tile.begin; t < tile.end;) {
+    const bool together = p.width == 4 && t >= 3 && t + kRows <= tile.end;
+    const int done = together ? forward_rows<4>(conv, t) : 0;
+    const int64_t next = together ? t + kRows : t + 1;
+    for (; t < next; ++t) {
+      E* y = static_cast<E*>(p.y) + conv.dense(t);
+      for (int c = done; c < p.channels; c += kLanes<T>) {
+        const int left = p.channels - c;
+        store_output(y + c, conv.before_activation(t, c, left), p.silu, left);
+      }
     }
   }
 }
