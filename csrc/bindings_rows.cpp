@@ -7,8 +7,9 @@
 namespace {
 
 struct NormInputs {
-  Tensor x, weight;
-  NormInputs(nb::handle x, nb::handle weight) : x(x, "x"), weight(weight, "weight") {}
+  Tensor x, weight, gate;
+  NormInputs(nb::handle x, nb::handle weight, nb::handle gate)
+      : x(x, "x"), weight(weight, "weight"), gate(gate, "gate") {}
 
   efla::NormProblem problem(double factor, double eps) const {
     efla::NormProblem p;
@@ -16,12 +17,14 @@ struct NormInputs {
     p.rows = x.size(0), p.width = int(x.size(1)), p.factor = factor, p.eps = eps;
     p.x = x.dense({p.rows, p.width}, p.dtype);
     p.weight = weight.dense({p.width}, compute_type(p.dtype));
+    p.gate = gate.dense({p.rows, p.width}, p.dtype);
     return p;
   }
 };
 
-void norm_forward(nb::handle x, nb::handle weight, nb::handle y, double factor, double eps, int threads) {
-  const NormInputs inputs(x, weight);
+void norm_forward(nb::handle x, nb::handle weight, nb::handle gate, nb::handle y, double factor, double eps,
+                  int threads) {
+  const NormInputs inputs(x, weight, gate);
   const Tensor ty(y, "y");
   efla::NormProblem p = inputs.problem(factor, eps);
   p.y = ty.dimensions(2).dense({p.rows, p.width}, p.dtype);
@@ -29,14 +32,16 @@ void norm_forward(nb::handle x, nb::handle weight, nb::handle y, double factor, 
   efla::run_norm_forward(p, threads);
 }
 
-void norm_backward(nb::handle x, nb::handle weight, nb::handle dy, nb::handle dx, nb::handle dweight_parts,
-                   double factor, double eps, int threads) {
-  const NormInputs inputs(x, weight);
-  const Tensor tdy(dy, "dy"), tdx(dx, "dx"), parts(dweight_parts, "dweight_parts");
+void norm_backward(nb::handle x, nb::handle weight, nb::handle gate, nb::handle dy, nb::handle dx, nb::handle dgate,
+                   nb::handle dweight_parts, double factor, double eps, int threads) {
+  const NormInputs inputs(x, weight, gate);
+  const Tensor tdy(dy, "dy"), tdx(dx, "dx"), tdgate(dgate, "dgate"), parts(dweight_parts, "dweight_parts");
   efla::NormProblem p = inputs.problem(factor, eps);
   p.parts = efla::norm_parts(p.rows);
   p.dy = tdy.dimensions(2).dense({p.rows, p.width}, p.dtype);
   p.dx = tdx.dimensions(2).dense({p.rows, p.width}, p.dtype);
+  check(bool(tdgate) == bool(inputs.gate), "a gate and its gradient go together");
+  p.dgate = tdgate.dense({p.rows, p.width}, p.dtype);
   p.dweight_parts = parts.dense({p.parts, p.width}, compute_type(p.dtype));
   nb::gil_scoped_release release;
   efla::run_norm_backward(p, threads);
@@ -308,10 +313,12 @@ void products(nb::handle x, nb::sequence weights, nb::sequence results, bool gat
 
 void add_rows(nb::module_& m) {
   const auto t = tensor_argument;
-  m.def("norm_forward", &norm_forward, t("x"), t("weight"), t("y"), nb::arg("factor"), nb::arg("eps"),
-        nb::arg("threads"), "Rows divided by the root of factor * sum of squares + eps, times weight.");
-  m.def("norm_backward", &norm_backward, t("x"), t("weight"), t("dy"), t("dx"), t("dweight_parts"), nb::arg("factor"),
-        nb::arg("eps"), nb::arg("threads"), "Gradients of norm_forward; the weight's as norm_parts partial sums.");
+  m.def("norm_forward", &norm_forward, t("x"), t("weight"), t("gate"), t("y"), nb::arg("factor"), nb::arg("eps"),
+        nb::arg("threads"),
+        "Rows divided by the root of factor * sum of squares + eps, times weight and SiLU of the gate.");
+  m.def("norm_backward", &norm_backward, t("x"), t("weight"), t("gate"), t("dy"), t("dx"), t("dgate"),
+        t("dweight_parts"), nb::arg("factor"), nb::arg("eps"), nb::arg("threads"),
+        "Gradients of norm_forward; the weight's as norm_parts partial sums.");
   m.def("norm_parts", &efla::norm_parts, nb::arg("rows"));
   m.def("gate_forward", &gate_forward, t("gate"), t("up"), t("y"), nb::arg("threads"),
         "SiLU of the gate times up, element by element.");

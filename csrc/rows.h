@@ -7,7 +7,8 @@
 
 namespace efla {
 
-// y = x * weight / sqrt(factor * sum(x^2) + eps) for `rows` dense rows. weight and its gradient have the compute type.
+// y = x * weight / sqrt(factor * sum(x^2) + eps) for `rows` dense rows, times silu(gate) if there is one. weight and its gradient
+// have the compute type.
 struct NormProblem {
   Dtype dtype = Dtype::float32;
   int64_t rows = 0;
@@ -15,9 +16,11 @@ struct NormProblem {
   double factor = 1, eps = 0;
   const void* x = nullptr;
   const void* weight = nullptr;  // may be null: ones
+  const void* gate = nullptr;    // [rows, width], may be null
   void* y = nullptr;
   const void* dy = nullptr;
   void* dx = nullptr;
+  void* dgate = nullptr;
   void* dweight_parts = nullptr;  // [parts][width], may be null
   int64_t parts = 1;
 };

@@ -3,17 +3,28 @@
 //     r = 1 / sqrt(factor sum(x^2) + eps),   y = r x w
 //     dx = r (g - factor (g.u) u)  with g = dy w, u = r x,      dw = sum over rows of dy u
 //
+// With a gate z, y = r x w silu(z): dy above becomes dy silu(z), and dz = dy u w silu'(z).
+//
 // u is computed first, because r^3 alone leaves the range of float32 for norms beyond 1e12.
 #include <cmath>
 
 #include "convert.h"
 #include "rows.h"
+#include "vmath.h"
 
 namespace efla::EFLA_ISA {
 namespace {
 
 template <class T> EFLA_INLINE Vec<T> weight_at(const NormProblem& p, int c) {
   return p.weight ? load_some(static_cast<const T*>(p.weight) + c, p.width - c) : splat<T>(1);
+}
+
+// v times silu of the gate at element `at`, or v without a gate.
+template <class E> EFLA_INLINE Vec<Compute<E>> gated(const NormProblem& p, Vec<Compute<E>> v, int64_t at, int left) {
+  using T = Compute<E>;
+  if (!p.gate) return v;
+  const Vec<T> z = load_some(static_cast<const E*>(p.gate) + at, left);
+  return v * (z * sigmoid<T>(z));
 }
 
 // Lane i of the result is the sum of row i of `count`; f(i, c) is its vector at column c.
@@ -49,7 +60,8 @@ template <class E> void forward_rows(const NormProblem& p, int64_t begin, int64_
     for (int i = 0; i < count; ++i)
       for (int c = 0; c < p.width; c += kLanes<T>) {
         const int64_t at = int64_t(i) * p.width + c;
-        store_some(y + at, load_some(x + at, p.width - c) * r[i] * weight_at<T>(p, c), p.width - c);
+        const Vec<T> v = load_some(x + at, p.width - c) * r[i] * weight_at<T>(p, c);
+        store_some(y + at, gated<E>(p, v, row * p.width + at, p.width - c), p.width - c);
       }
   }
 }
@@ -64,7 +76,8 @@ template <class E> void backward_rows(const NormProblem& p, int64_t begin, int64
     const Vec<T> r = inverse_roots<E>(p, x, count);
     Vec<T> dot = row_sums<T>(count, p.width, [&](int i, int c) {
       const int64_t at = int64_t(i) * p.width + c;
-      return load_some(x + at, p.width - c) * r[i] * (load_some(dy + at, p.width - c) * weight_at<T>(p, c));
+      const Vec<T> g = gated<E>(p, load_some(dy + at, p.width - c), row * p.width + at, p.width - c);
+      return load_some(x + at, p.width - c) * r[i] * (g * weight_at<T>(p, c));
     });
     dot = dot * T(p.factor);
     for (int c = 0; c < p.width; c += kLanes<T>) {
@@ -72,7 +85,14 @@ template <class E> void backward_rows(const NormProblem& p, int64_t begin, int64
       Vec<T> dw{};
       for (int i = 0; i < count; ++i) {
         const int64_t at = int64_t(i) * p.width + c;
-        const Vec<T> u = load_some(x + at, p.width - c) * r[i], g = load_some(dy + at, p.width - c);
+        const Vec<T> u = load_some(x + at, p.width - c) * r[i];
+        Vec<T> g = load_some(dy + at, p.width - c);
+        if (p.gate) {
+          const int64_t element = row * p.width + at;
+          const Vec<T> z = load_some(static_cast<const E*>(p.gate) + element, p.width - c), s = sigmoid<T>(z);
+          store_some(static_cast<E*>(p.dgate) + element, g * (u * w) * silu_slope<T>(z, s), p.width - c);
+          g = g * (z * s);
+        }
         dw += g * u;
         store_some(dx + at, (g * w - u * dot[i]) * r[i], p.width - c);
       }

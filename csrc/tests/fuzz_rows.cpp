@@ -52,21 +52,26 @@ bool norm_case() {
   p.rows = pick(0, 200), p.width = int(pick(1, 90)), p.eps = 1e-6, p.factor = pick(0, 1) ? 1.0 / p.width : 1.0;
   p.parts = norm_parts(p.rows);
   const Buffer x = drawn(p.rows * p.width), dy = drawn(p.rows * p.width), weight = drawn(p.width);
-  const bool weighted = pick(0, 1);
-  Buffer first[3] = {x};
+  const Buffer gate = drawn(p.rows * p.width);
+  const bool weighted = pick(0, 1), gated = pick(0, 1);
+  Buffer first[4] = {x};
   for (int64_t i = 0; i < p.rows * p.width; ++i) {
     const float* row = &x[size_t(i / p.width * p.width)];
     first[0][i] *= float((weighted ? weight[i % p.width] : 1) / std::sqrt(p.factor * dot(row, row, p.width) + p.eps));
+    if (gated) first[0][i] *= float(silu(gate[i]));
   }
   for (const std::string& level : simd_levels()) {
     set_simd(level);
     Buffer y = unwritten(p.rows * p.width), dx = unwritten(p.rows * p.width), dw = unwritten(p.parts * p.width);
+    Buffer dgate = unwritten(p.rows * p.width);
+    p.gate = gated ? gate.data() : nullptr, p.dgate = dgate.data();
     p.x = x.data(), p.dy = dy.data(), p.y = y.data(), p.dx = dx.data();
     p.weight = weighted ? weight.data() : nullptr, p.dweight_parts = weighted ? dw.data() : nullptr;
     run_norm_forward(p, int(pick(1, 3)));
     run_norm_backward(p, int(pick(1, 3)));
     if (!agree("y", y, first[0], level) || !agree("dx", dx, first[1], level)) return false;
     if (weighted && !agree("dweight", dw, first[2], level)) return false;
+    if (gated && !agree("dgate", dgate, first[3], level)) return false;
   }
   return true;
 }

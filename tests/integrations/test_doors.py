@@ -93,7 +93,8 @@ def test_every_kernel_is_reached(door, model, ids, monkeypatch):
         cache = model(ids, use_cache=True).past_key_values
         assert layers["causal_conv"] == scans["linear_attention"] == 1
         assert layers["rms_norm"] == len([m for m in model.modules() if "RMSNorm" in type(m).__name__])
-        assert layers["swiglu"] >= 1
+        # The registry has no feed-forward layer.
+        assert layers["swiglu"] == (model.config.num_hidden_layers if door is opened_by_accelerate_cpu else 0)
         model(ids[:, :1], past_key_values=cache)
         assert scans["linear_attention"] + steps["step_in_place"] == 2
 

@@ -50,19 +50,21 @@ class Sizes:
         return 3 if self.packed else self.batch
 
 
-def _norm(s: Sizes) -> tuple[Tensor, Tensor]:
-    return torch.randn(s.tokens, s.key_dim).to(s.dtype), torch.randn(s.key_dim, dtype=s.wide)
+def _norm(s: Sizes) -> tuple[Tensor, Tensor, Tensor]:
+    x, gate = torch.randn(2, s.tokens, s.key_dim).to(s.dtype)
+    return x, torch.randn(s.key_dim, dtype=s.wide), gate
 
 
 def norm_forward(s: Sizes) -> tuple:
-    x, weight = _norm(s)
-    return x, weight, torch.empty_like(x), 1 / s.key_dim, 1e-6, 1
+    x, weight, gate = _norm(s)
+    return x, weight, gate, torch.empty_like(x), 1 / s.key_dim, 1e-6, 1
 
 
 def norm_backward(s: Sizes) -> tuple:
-    x, weight = _norm(s)
+    x, weight, gate = _norm(s)
     parts = torch.empty(kernels.norm_parts(s.tokens), s.key_dim, dtype=s.wide)
-    return x, weight, torch.randn_like(x), torch.empty_like(x), parts, 1 / s.key_dim, 1e-6, 1
+    d_x, d_gate = torch.empty_like(x), torch.empty_like(x)
+    return x, weight, gate, torch.randn_like(x), d_x, d_gate, parts, 1 / s.key_dim, 1e-6, 1
 
 
 def _conv(s: Sizes, width: int = 4) -> tuple[Tensor | None, ...]:

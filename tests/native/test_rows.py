@@ -60,6 +60,11 @@ def test_norms_are_torch_s(simd, dtype, shape):
     unit, slope = unit_rows(exact[0])
     compare(rows.rms_norm(x, weight, 1e-6), (x, weight), expected, exact, dtype, slope * weight.detach().abs().max())
     compare(rows.l2_norm(x, 1e-6), (x,), unit, exact[:1], dtype, slope)
+    gate = draw(*shape, dtype=dtype)
+    exact.append(gate.detach().double().requires_grad_())
+    expected = functional.rms_norm(exact[0], shape[-1:], exact[1], 1e-6) * functional.silu(exact[2])
+    slope = slope * weight.detach().abs().max() * gate.detach().abs().max()
+    compare(rows.rms_norm(x, weight, 1e-6, gate), (x, weight, gate), expected, exact, dtype, slope)
 
 
 @pytest.mark.parametrize("size", [1e-17, 1e-6, 1e17])
@@ -177,7 +182,7 @@ def test_strided_inputs_are_taken_as_they_are():
     x, weight = whole[..., 16:48], draw(32, 4)
     expected = rows.torch_conv(x.contiguous(), weight, None, None, None, True)
     compare(rows.causal_conv(x, weight, None, None, None, True), (whole,), expected, (whole,), torch.float64)
-    expected = rows._torch_norm(x, weight[:, 0], 1 / 32, 1e-6)
+    expected = rows._torch_norm(x, weight[:, 0], None, 1 / 32, 1e-6)
     compare(rows.rms_norm(x, weight[:, 0], 1e-6), (whole,), expected, (whole,), torch.float64)
     gate, up = whole[..., :40], whole[..., 40:]
     compare(rows.swiglu(gate, up), (whole,), functional.silu(gate) * up, (whole,), torch.float64)
@@ -193,7 +198,7 @@ def test_results_do_not_depend_on_the_number_of_threads():
     for threads in (1, 2, 3):
         torch.set_num_threads(threads)
         y = rows.rms_norm(x, weight, 1e-6) + rows.causal_conv(x, kernel, None, None, None, True)
-        y = rows.swiglu(y, x)
+        y = rows.rms_norm(rows.swiglu(y, x), weight, 1e-6, x)
         results.append((y, *torch.autograd.grad(y.square().sum(), (x, weight, kernel))))
     for other in results[1:]:
         assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
@@ -203,6 +208,7 @@ def test_second_derivatives_go_through_torch():
     x, weight, kernel = draw(2, 9, 6), draw(6), draw(6, 3)
     assert torch.autograd.gradgradcheck(rows.swiglu, (x, draw(2, 9, 6)))
     assert torch.autograd.gradgradcheck(lambda x, w: rows.rms_norm(x, w, 1e-6), (x, weight))
+    assert torch.autograd.gradgradcheck(lambda x, w, z: rows.rms_norm(x, w, 1e-6, z), (x, weight, draw(2, 9, 6)))
     assert torch.autograd.gradgradcheck(lambda x: rows.l2_norm(x, 1e-6), (x,))
     assert torch.autograd.gradgradcheck(
         lambda x, w: rows.causal_conv(x, w, None, None, None, True), (x, kernel), atol=1e-6

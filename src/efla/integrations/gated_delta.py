@@ -142,9 +142,9 @@ def rms_norm_zero_centered(self: Any, x: Tensor) -> Tensor:
 
 
 def rms_norm_gated(self: Any, hidden_states: Tensor, gate: Tensor) -> Tensor:
+    if self.activation in ("silu", "swish"):
+        return rows.rms_norm(hidden_states, self.weight, self.variance_epsilon, gate)
     y = rows.rms_norm(hidden_states, self.weight, self.variance_epsilon)
-    if self.activation in ("silu", "swish") and gate.dtype == y.dtype:
-        return rows.swiglu(gate, y)
     return (y * ACT2FN[self.activation](gate.to(rows.wider(gate)))).to(y.dtype)
 
 

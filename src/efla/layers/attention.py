@@ -225,11 +225,17 @@ class LinearAttention(nn.Module):
             backend=self.backend,
             **({"inplace_state": True} if inplace_state else {}),
         )
-        o = self.o_norm(o)
-        gate = projected[5]
-        if gate is not None:
-            o = o * functional.silu(gate).view_as(o)
-        return o.flatten(2), MixerState(conv_state, cast(Tensor, memory)) if output_state else None
+        o = self._normalise_output(o, projected[5]).flatten(2)
+        return o, MixerState(conv_state, cast(Tensor, memory)) if output_state else None
+
+    def _normalise_output(self, o: Tensor, gate: Tensor | None) -> Tensor:
+        """RMSNorm(o) * silu(gate), in one kernel unless the norm was replaced or has hooks; gate: [B, T, H V]."""
+        if gate is None:
+            return cast(Tensor, self.o_norm(o))
+        gate = gate.view_as(o)
+        if is_plain(self.o_norm, RMSNorm):
+            return rows.rms_norm(o, self.o_norm.weight, self.o_norm.eps, gate)
+        return cast(Tensor, self.o_norm(o) * functional.silu(gate))
 
     def _decode(self, projected: Projected, state: MixerState | None) -> Tensor | None:
         """o of one token after ``state``, which is updated in place, with one kernel between the products.

@@ -17,9 +17,13 @@ def is_plain(module: nn.Module, kind: type[nn.Module]) -> bool:
     return type(module) is kind and not (
         module._forward_hooks
         or module._forward_pre_hooks
+        or module._backward_hooks
+        or module._backward_pre_hooks
         or "forward" in vars(module)
         or module_hooks._global_forward_hooks
         or module_hooks._global_forward_pre_hooks
+        or module_hooks._global_backward_hooks
+        or module_hooks._global_backward_pre_hooks
     )
 
 

@@ -36,24 +36,23 @@ def without_kernels() -> Iterator[None]:
         _switched_off.reset(token)
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """weight * x / sqrt(mean(x^2) + eps) over the last axis; x: [..., D], weight: [D]."""
+def rms_norm(x: Tensor, weight: Tensor, eps: float, gate: Tensor | None = None) -> Tensor:
+    """weight * x / sqrt(mean(x^2) + eps) over the last axis, times silu(gate) if given; x, gate: [..., D], weight: [D]."""
     if x.shape[-1:] != weight.shape:
         raise ValueError(f"x must have rows of width {weight.shape[0]}, as the norm's weight, got {list(x.shape)}")
-    if not torch.is_grad_enabled() and kernels_take(x, weight):
-        rows = _rows(x)
-        y = torch.empty_like(rows)
-        kernels.norm_forward(rows, gain(weight, x), y, 1 / x.shape[-1], eps, torch.get_num_threads())
-        return y.view(x.shape)
-    if not _kernels_take(x, weight):
+    fits = gate is None or (gate.shape == x.shape and gate.dtype == x.dtype)
+    if fits and not torch.is_grad_enabled() and kernels_take(x, weight, gate):
+        return _norm_forward(x, weight, gate, 1 / x.shape[-1], eps)
+    if not fits or not _kernels_take(x, weight, gate):
         wide = wider(x)
-        return functional.rms_norm(x.to(wide), (x.shape[-1],), weight.to(wide), eps).to(x.dtype)
-    return _apply(_Norm, x, weight, 1 / x.shape[-1], eps)
+        y = functional.rms_norm(x.to(wide), (x.shape[-1],), weight.to(wide), eps)
+        return (y if gate is None else y * functional.silu(gate.to(wide))).to(x.dtype)
+    return _apply(_Norm, x, weight, gate, 1 / x.shape[-1], eps)
 
 
 def l2_norm(x: Tensor, eps: float) -> Tensor | None:
     """x / sqrt(x.x + eps) over the last axis, or ``None`` where the kernels do not apply; x: [..., D]."""
-    return _apply(_Norm, x, None, 1.0, eps) if _kernels_take(x) else None
+    return _apply(_Norm, x, None, None, 1.0, eps) if _kernels_take(x) else None
 
 
 def causal_conv(
@@ -140,28 +139,36 @@ def _apply(function: type[torch.autograd.Function], *arguments: Any) -> Tensor:
     return result
 
 
+def _norm_forward(x: Tensor, weight: Tensor | None, gate: Tensor | None, factor: float, eps: float) -> Tensor:
+    rows = _rows(x)
+    y = torch.empty_like(rows)
+    gates = None if gate is None else _rows(gate)
+    kernels.norm_forward(rows, gain(weight, x), gates, y, factor, eps, torch.get_num_threads())
+    return y.view(x.shape)
+
+
 class _Norm(torch.autograd.Function):
-    """weight * x / sqrt(factor * sum(x^2) + eps)."""
+    """weight * x / sqrt(factor * sum(x^2) + eps), times silu(gate)."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor | None, factor: float, eps: float) -> Tensor:
-        ctx.save_for_backward(x, weight)
+    def forward(ctx: Any, x: Tensor, weight: Tensor | None, gate: Tensor | None, factor: float, eps: float) -> Tensor:
+        ctx.save_for_backward(x, weight, gate)
         ctx.factor, ctx.eps = factor, eps
-        rows = _rows(x)
-        y = torch.empty_like(rows)
-        kernels.norm_forward(rows, gain(weight, x), y, factor, eps, torch.get_num_threads())
-        return y.view(x.shape)
+        return _norm_forward(x, weight, gate, factor, eps)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        x, weight = ctx.saved_tensors
+        x, weight, gate = ctx.saved_tensors
         if torch.is_grad_enabled():  # create_graph: torch differentiates its own operations again
-            return (*_torch_gradients(_torch_norm, (x, weight), grad, ctx.factor, ctx.eps), None, None)
-        rows, weights = _rows(x), gain(weight, x)
-        d_x = torch.empty_like(rows)
+            return (*_torch_gradients(_torch_norm, (x, weight, gate), grad, ctx.factor, ctx.eps), None, None)
+        rows, weights, gates = _rows(x), gain(weight, x), None if gate is None else _rows(gate)
+        d_x, d_gate = torch.empty_like(rows), None if gates is None else torch.empty_like(gates)
         parts = None if weights is None else weights.new_empty(kernels.norm_parts(rows.shape[0]), rows.shape[1])
-        kernels.norm_backward(rows, weights, _rows(grad), d_x, parts, ctx.factor, ctx.eps, torch.get_num_threads())
-        return d_x.view(x.shape), None if parts is None else parts.sum(0).to(weight.dtype), None, None
+        kernels.norm_backward(
+            rows, weights, gates, _rows(grad), d_x, d_gate, parts, ctx.factor, ctx.eps, torch.get_num_threads()
+        )
+        d_weight = None if parts is None else parts.sum(0).to(weight.dtype)
+        return d_x.view(x.shape), d_weight, None if d_gate is None else d_gate.view(x.shape), None, None
 
 
 class _Conv(torch.autograd.Function):
@@ -302,10 +309,11 @@ def _sequence_and_position(cu_seqlens: Tensor, num_tokens: int) -> tuple[Tensor,
     return sequence, tokens - starts[sequence]
 
 
-def _torch_norm(x: Tensor, weight: Tensor | None, factor: float, eps: float) -> Tensor:
+def _torch_norm(x: Tensor, weight: Tensor | None, gate: Tensor | None, factor: float, eps: float) -> Tensor:
     wide = x.to(wider(x))
     unit = wide * torch.rsqrt((wide * wide).sum(-1, keepdim=True) * factor + eps)
-    return (unit if weight is None else unit * weight.to(unit.dtype)).to(x.dtype)
+    y = unit if weight is None else unit * weight.to(unit.dtype)
+    return (y if gate is None else y * functional.silu(gate.to(unit.dtype))).to(x.dtype)
 
 
 def _torch_swiglu(gate: Tensor, up: Tensor) -> Tensor:
