@@ -193,7 +193,7 @@ $(PEER_VENVS)/.installed: $(STAMP)
 
 docs: setup
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
-	@echo "open site/index.html"
+	@echo "open site/index.html; its search needs a server: $(BIN)/python -m http.server --bind 127.0.0.1 --directory site"
 
 # Tables and figure of README.md, docs/explanation/speed.md, docs/results/claims.md and docs/reference/cli.md, from the rows in results/ and benchmarks/results.
 readme: setup

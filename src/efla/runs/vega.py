@@ -97,9 +97,11 @@ def forest(claims: Sequence[Claim], label: str) -> dict[str, Any]:
     _check_available()
     import altair as alt
 
+    sentences = [claim.sentence for claim in claims]
     rows = [
         {"claim": number, "name": claim.pair, "verdict": claim.verdict, "mean": found.mean, "low": found.low,
-         "high": found.high, "paper": claim.paper, "text": claim.text(), "sentence": claim.sentence}
+         "high": found.high, "paper": claim.paper, "text": claim.text(), "sentence": claim.sentence,
+         "label": claim.sentence if sentences.count(claim.sentence) == 1 else f"{claim.sentence} ({claim.pair})"}
         for number, claim in enumerate(claims)
         if (found := claim.difference) is not None
     ]  # fmt: skip
@@ -112,11 +114,13 @@ def forest(claims: Sequence[Claim], label: str) -> dict[str, Any]:
     canvas = _Canvas((), interactive=True)
     base = canvas.data(rows)
     x = alt.X("low:Q", title=label, axis=alt.Axis(tickCount=5))
+    texts = [
+        base.mark_text(align="left", dy=-9, limit=alt.expr("width"), **look).encode(y=y, text="label:N", x=alt.value(0))
+        for look in ({"color": "var(--paper)", "stroke": "var(--paper)", "strokeWidth": 5}, {"color": "var(--ink)"})
+    ]  # the first keeps the lines behind a label away from its letters
     layers = [
         canvas.data([{"zero": 0}]).mark_rule(color="var(--soft)").encode(x="zero:Q"),
-        base.mark_text(align="left", dy=-9, color="var(--ink)", limit=alt.expr("width")).encode(
-            y=y, text="sentence:N", x=alt.value(0)
-        ),
+        *texts,
         base.mark_rule(strokeWidth=2.5, yOffset=8).encode(y=y, x=x, x2="high:Q", color=colour, tooltip=tooltip),
         base.mark_circle(size=80, yOffset=8, opacity=1).encode(y=y, x="mean:Q", color=colour, tooltip=tooltip),
     ]
