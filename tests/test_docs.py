@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import importlib.util
 import json
 import os
@@ -64,6 +65,7 @@ def generate():
 
 def test_the_tables_of_the_readme_and_the_claims_are_what_the_rows_say(generate, monkeypatch):
     """Make them again: make readme."""
+    from efla.report.front import by_unit
     from efla.report.page import sections_of
 
     monkeypatch.chdir(ROOT)
@@ -71,6 +73,10 @@ def test_the_tables_of_the_readme_and_the_claims_are_what_the_rows_say(generate,
     for page, text in generate.pages(sections).items():
         assert text == page.read_text(), page
     assert len(generate.README.read_text().splitlines()) < 160
+    plot = html.unescape((ROOT / "docs/figures/claims.svg").read_text())
+    shown = [claim for claims in by_unit(generate.claim_lines(sections)).values() for claim in claims]
+    assert shown
+    assert all(f"{claim.sentence} ({claim.pair}): {claim.verdict}, {claim.text()}" in plot for claim in shown)
 
 
 def test_the_page_of_the_command_line_has_every_option(generate, monkeypatch):

@@ -171,22 +171,26 @@ def _threads(count: int) -> str:
     return f"{count} thread{'s' * (count > 1)}"
 
 
+def claim_lines(sections: Sequence[Any]) -> list[Any]:
+    """The claims of the paper, each once, by its first comparison."""
+    from efla.report import front
+
+    found: dict[tuple[str, str], Any] = {}
+    for section in sections:
+        for line in front.claim_lines([section]):
+            if line.claim.letter in front.places_of(section):
+                found.setdefault((section.key, line.claim.sentence), line)
+    return list(found.values())
+
+
 def claims_table(sections: Sequence[Any]) -> str:
     """A line per claim: the verdict, difference and number of pairs of its first comparison."""
-    from efla.report.front import claim_lines, places_of
-
     lines = [["claim of the paper", "verdict", "difference, 95 % interval", "n"], ["---"] * 4]
-    seen = set()
-    for section in sections:
-        for line in claim_lines([section]):
-            claim = line.claim
-            if (section.key, claim.sentence) in seen or claim.letter not in places_of(section):
-                continue
-            seen.add((section.key, claim.sentence))
-            shown, n = claim.reason, ""
-            if claim.difference is not None:
-                shown, n = claim.difference.text(claim.unit).partition(", n = ")[0], str(claim.difference.n)
-            lines.append([claim.sentence, f"**{claim.verdict}**", shown, n])
+    for claim in (line.claim for line in claim_lines(sections)):
+        shown, n = claim.reason, ""
+        if claim.difference is not None:
+            shown, n = claim.difference.text(claim.unit).partition(", n = ")[0], str(claim.difference.n)
+        lines.append([claim.sentence, f"**{claim.verdict}**", shown, n])
     return _table(lines)
 
 
@@ -252,10 +256,10 @@ def main() -> None:
     os.chdir(ROOT)
     os.environ |= {"COLUMNS": "80", "NO_COLOR": "1", "TERM": "dumb"}
     COMMAND_LINE.write_text(command_line())
-    from efla.report.front import headline
+    from efla.report.front import by_unit, headline
     from efla.report.page import sections_of
     from efla.runs.chart import Figure
-    from efla.runs.vega import save
+    from efla.runs.vega import save, save_forest
 
     sections = [section for folder in result_folders() for section in sections_of(folder)]
     for page, text in pages(sections).items():
@@ -264,6 +268,7 @@ def main() -> None:
     assert figure is not None
     for name, charts in (("robustness", figure.charts), ("robustness-narrow", figure.charts[:1])):
         save(Figure(name, figure.title, figure.note, charts), ROOT / "docs/figures", ("svg",))
+    save_forest(by_unit(claim_lines(sections)), ROOT / "docs/figures/claims")
 
 
 if __name__ == "__main__":

@@ -81,7 +81,7 @@ def test_a_forest_plot_has_the_interval_the_zero_line_and_the_papers_value_of_on
     ]
     found = front.by_unit(front.claim_lines([section(*claims)]))
     assert {unit: len(each) for unit, each in found.items()} == {"points": 1, "bits": 1}
-    spec = vega.forest(found["points"], "points")
+    spec = vega.forest_spec(found["points"], "points")
     (row,) = rows_of(spec, "circle")
     assert (row["mean"], row["paper"], row["verdict"]) == (pytest.approx(2.0), 0.7, "seen")
     assert (row["low"], row["high"]) == pytest.approx((2 - 0.4302653 / math.sqrt(3), 2 + 0.4302653 / math.sqrt(3)))

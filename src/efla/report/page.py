@@ -34,7 +34,7 @@ class _Charts:
         return self._add(vega.page_spec(chart, legend))
 
     def forest(self, claims: Sequence[Claim], unit: str) -> int:
-        return self._add(vega.forest(claims, f"difference in {unit}: left reversed, right as claimed"))
+        return self._add(vega.forest_spec(claims, unit))
 
     def json(self) -> str:
         """All of them for a script element, which ends at the first ``</``."""

@@ -8,7 +8,7 @@ import colorsys
 import json
 import math
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -55,7 +55,6 @@ def save(figure: Figure, folder: Path, formats: Sequence[str] = ("svg", "png")) 
     """
     _check_available()
     import altair as alt
-    import vl_convert
 
     drawn = [chart for chart in figure.charts if chart.shown]
     columns = 3 if len(drawn) in (3, 5, 6) else 2
@@ -63,6 +62,13 @@ def save(figure: Figure, folder: Path, formats: Sequence[str] = ("svg", "png")) 
     canvas = _Canvas(figure.legend, interactive=False, symbol=symbol)
     panels = [canvas.draw(chart, 250 if columns == 3 else 340, 220) for chart in drawn]
     spec = canvas.spec(alt.concat(*panels, columns=columns, spacing={"row": 26, "column": 30}))
+    return _write(spec, folder / figure.name, formats)
+
+
+def _write(spec: dict[str, Any], path: Path, formats: Sequence[str]) -> list[Path]:
+    """Write a drawing to files that begin with this path."""
+    import vl_convert
+
     light, dark = (_themed(spec, dark=is_dark) for is_dark in (False, True))
     paper, files = {**light, "background": "white"}, dict[str, bytes]()
     if "svg" in formats:
@@ -71,10 +77,11 @@ def save(figure: Figure, folder: Path, formats: Sequence[str] = ("svg", "png")) 
         files[".png"] = vl_convert.vegalite_to_png(paper, scale=2)
     if "pdf" in formats:
         files[".pdf"] = vl_convert.vegalite_to_pdf(paper)
-    folder.mkdir(parents=True, exist_ok=True)
-    for ending, content in files.items():
-        write_atomically(folder / f"{figure.name}{ending}", content)
-    return [folder / f"{figure.name}{ending}" for ending in files]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    written = {path.with_name(f"{path.name}{ending}"): content for ending, content in files.items()}
+    for file, content in written.items():
+        write_atomically(file, content)
+    return list(written)
 
 
 def save_all(figures: Iterable[Figure], folder: Path, formats: Sequence[str] = ("svg", "png")) -> list[Path]:
@@ -89,12 +96,25 @@ def page_spec(chart: Chart, legend: Sequence[Series]) -> dict[str, Any]:
     return canvas.spec(canvas.draw(chart, "container", 250))
 
 
-def forest(claims: Sequence[Claim], label: str) -> dict[str, Any]:
-    """The specification of a forest plot: per claim its difference and 95 % interval, a line at zero, the paper's value.
-
-    claims: with differences of one unit. label: of the axis.
-    """
+def forest_spec(claims: Sequence[Claim], unit: str) -> dict[str, Any]:
+    """The specification of a forest plot in the report, of claims with differences of one unit: as wide as its box."""
     _check_available()
+    canvas = _Canvas((), interactive=True)
+    return canvas.spec(_forest(canvas, claims, unit, "container"))
+
+
+def save_forest(claims: Mapping[str, Sequence[Claim]], path: Path, formats: Sequence[str] = ("svg",)) -> list[Path]:
+    """Write forest plots of claims, one below another for each unit, to files that begin with this path."""
+    _check_available()
+    import altair as alt
+
+    canvas = _Canvas((), interactive=False)
+    plots = [_forest(canvas, claims, unit, 760) for unit, claims in claims.items()]
+    return _write(canvas.spec(alt.vconcat(*plots)), path, formats)
+
+
+def _forest(canvas: "_Canvas", claims: Sequence[Claim], unit: str, width: int | str) -> Any:
+    """Per claim its difference and 95 % interval, a line at zero, the paper's value."""
     import altair as alt
 
     sentences = [claim.sentence for claim in claims]
@@ -111,9 +131,8 @@ def forest(claims: Sequence[Claim], label: str) -> dict[str, Any]:
     y = alt.Y("claim:O", axis=None)
     tooltip = [alt.Tooltip(f"{field}:N", title=title) for field, title in
                (("sentence", "claim"), ("name", "comparison"), ("verdict", "verdict"), ("text", "difference"))]  # fmt: skip
-    canvas = _Canvas((), interactive=True)
     base = canvas.data(rows)
-    x = alt.X("low:Q", title=label, axis=alt.Axis(tickCount=5))
+    x = alt.X("low:Q", title=f"difference in {unit}: left reversed, right as claimed", axis=alt.Axis(tickCount=5))
     texts = [
         base.mark_text(align="left", dy=-9, limit=alt.expr("width"), **look).encode(y=y, text="label:N", x=alt.value(0))
         for look in ({"color": "var(--paper)", "stroke": "var(--paper)", "strokeWidth": 5}, {"color": "var(--ink)"})
@@ -129,7 +148,7 @@ def forest(claims: Sequence[Claim], label: str) -> dict[str, Any]:
         printed = alt.Tooltip("paper:Q", title="printed in the paper")
         layers.append(diamond.encode(y=y, x="paper:Q", tooltip=[printed]))
     spoken = "; ".join(f"{claim.sentence} ({claim.pair}): {claim.verdict}, {claim.text()}" for claim in claims)
-    return canvas.spec(alt.layer(*layers, width="container", height=40 * len(rows), description=spoken))
+    return alt.layer(*layers, width=width, height=40 * len(rows), description=spoken)
 
 
 @cache
