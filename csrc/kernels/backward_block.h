@@ -294,15 +294,23 @@ template <class T> inline void block_decay_gradient(const BlockInput<T>& in, con
 template <class T> inline void block_backward(const BlockInput<T>& in, const BlockScratch<T>& s) {
   const int padded_V = in.panels * kPanel, terms = kTerms<T>;
   block_matrices<T>(in, s);
-  for_slices<T>(padded_V, [&]<int N>(int c) { solve_slice<T, N>(in, s, c, *in.prefetcher); });
+  const bool strong = in.decays && may_flush(in.decay, kBlock);
+  {
+    const FlushDenormals flush(strong);
+    for_slices<T>(padded_V, [&]<int N>(int c) { solve_slice<T, N>(in, s, c, *in.prefetcher); });
+  }
   tokens_in_lanes(in.x, s.x_terms, terms * kBlock, padded_V);
   tokens_in_lanes(in.d_o, s.grad_terms, terms * 2 * kBlock, padded_V);
   tokens_in_lanes(s.dR, s.grad_terms + terms * kBlock, terms * 2 * kBlock, padded_V);
   row_dots<T>(s.dR, in.v, padded_V, s.d_write);
   block_pair_gradients<T>(in, s, padded_V);
   block_state_products<T>(in, s);
-  block_key_gradients<T>(in, s);
+  {
+    const FlushDenormals flush(strong);
+    block_key_gradients<T>(in, s);
+  }
   if (in.decays) block_decay_gradient<T>(in, s);
+  const FlushDenormals flush(strong);
   for_slices<T>(padded_V, [&]<int N>(int c) { state_gradient_slice<T, N>(in, s, c, *in.prefetcher); });
 }
 

@@ -91,15 +91,16 @@ EFLA_INLINE void store_elements(Float16* p, Vec<float> v) {
   _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm256_cvtps_ph(__m256(v), _MM_FROUND_TO_NEAREST_INT));
 }
 #else
-// Multiplying by 2^112 corrects the exponent and normalises denormals.
+// Denormal halves are converted as integers: as bits of a float they would be denormal too, and those are flushed.
 EFLA_INLINE Vec<float> load_elements(const Float16* p) {
   HalfBits half;
   __builtin_memcpy(&half, p, sizeof half);
   WordBits bits = __builtin_convertvector(half, WordBits);
-  WordBits magnitude = (bits & 0x7fffu) << 13;
-  WordBits finite = WordBits(Vec<float>(magnitude) * 0x1p112f);
-  WordBits special = magnitude | 0x7f800000u;
-  return Vec<float>((magnitude >= 0x0f800000u ? special : finite) | (bits & 0x8000u) << 16);
+  WordBits magnitude = bits & 0x7fffu;
+  WordBits normal = (magnitude << 13) + (112u << 23), special = (magnitude << 13) | 0x7f800000u;
+  WordBits denormal = WordBits(__builtin_convertvector(IntVec<float>(magnitude), Vec<float>) * 0x1p-24f);
+  WordBits finite = magnitude < 0x0400u ? denormal : normal;
+  return Vec<float>((magnitude >= 0x7c00u ? special : finite) | (bits & 0x8000u) << 16);
 }
 // Normal halves: add half an ulp (to even) and shift. Denormal halves: adding 0.5 lets the hardware round.
 EFLA_INLINE void store_elements(Float16* p, Vec<float> v) {

@@ -105,6 +105,7 @@ EFLA_INLINE void read_quad(const KeyTile<Compute<E>>& keys, const ScalarTile<Com
                            int rows, const E* v, int64_t v_stride, int valid, E* o, int64_t o_stride, Compute<E>* x,
                            const Compute<E>* from, int64_t panel, Compute<E>* pending, const SweepPrefetch& prefetch) {
   using T = Compute<E>;
+  const FlushDenormals flush(may_flush(s.decay + t, kQuad));
   const T *k = keys.k + t * kRow<T>, *q = keys.q + t * kRow<T>;
   QuadVectors<T, N> ks, qs, u;
   constexpr bool together = EFLA_WIDE_REGISTERS && N < kSweepVectors;
@@ -155,6 +156,7 @@ EFLA_INLINE void write_quad(const KeyTile<T>& keys, const ScalarTile<T>& s, int 
     EFLA_UNROLL_FOR (int n = 0; n < N; ++n) u[i][n] = rounded(load(pending + (i * N + n) * kLanes<T>));
   const T* k = keys.k + t * kRow<T>;
   const T g = s.quad_decay[t + kQuad - 1];
+  const FlushDenormals flush(may_flush(s.decay + t, kQuad));
   if (g == T(1)) {
     update<T, N, false>(k, u, g, from, to, panel, rows);
   } else {

@@ -54,6 +54,7 @@ KINDS = {
     "open_gate": "log_gate exactly 0",
     "nearly_open_gate": "log_gate = -1e-8",
     "closed_gate": "log_gate = -80 at every fifth token",
+    "strong_gate": "log_gate = -21 at every token: products of a few decays are denormal in float32",
 }
 
 # One rounding band, in units of the last place of the result's largest entry. A sum of K or C products in another order
@@ -191,6 +192,7 @@ def _apply_kind(kind: str, k: Tensor, beta: Tensor, log_gate: Tensor) -> tuple[T
         "open_gate": torch.zeros_like(log_gate),
         "nearly_open_gate": torch.full_like(log_gate, -1e-8),
         "closed_gate": log_gate.masked_fill((torch.arange(k.shape[1]) % 5 == 0)[:, None], -80),
+        "strong_gate": torch.full_like(log_gate, -21),
     }
     return keys.get(kind, k), torch.ones_like(beta) if kind == "stiff" else beta, gates.get(kind, log_gate)
 

@@ -58,7 +58,7 @@ def test_a_gate_of_exactly_zero_forgets_everything(backend, rule):
 
 
 @pytest.mark.parametrize("rule", ["ssd", "gated_delta", "gated_efla", "gated_efla_log"])
-@pytest.mark.parametrize("kind", ["normal", "closed_gate", "tiny_keys"])
+@pytest.mark.parametrize("kind", ["normal", "closed_gate", "strong_gate", "tiny_keys"])
 def test_gradients_of_gates_are_right_token_by_token(rule, kind):
     inputs = make_inputs(rule, kind=kind, length=100, key_heads=1, value_heads=1)
     expected = oracle(inputs)["grad_log_gate"]
