@@ -109,7 +109,8 @@ def test_the_speed_table_takes_new_files_and_keeps_ratios_within_one_run(generat
 
 
 def test_tables_of_products_and_runtimes_show_every_row(generate, tmp_path):
-    assert generate.products_table(tmp_path) == generate.runtimes_table(tmp_path) == "Not measured yet."
+    for table in (generate.products_table, generate.runtimes_table, generate.peers_table):
+        assert table(tmp_path) == "Not measured yet."
     facts = {"machine": "M", "date": "2026-01-01T00:00:00"}
     times = {"model": 0.002, "its products": 0.001, "ONNX Runtime": 0.003}
     rows = [{"work": "decode batch 1, tiny", "threads": 2, "contender": c, "median": t} for c, t in times.items()]
@@ -122,6 +123,19 @@ def test_tables_of_products_and_runtimes_show_every_row(generate, tmp_path):
     table = generate.runtimes_table(tmp_path)
     assert "| tiny | ONNX Runtime int8 | 1 | 1,234 | 0.50 MB | 1.5000 | no |" in table
     assert "M, 2026-01-01. Trained for tiny: 300 steps." in table
+    row = {
+        "work": "decode B1 T1 H8 D64",
+        "threads": 1,
+        "contender": "native",
+        "median": 2e-5,
+        "error": 1e-7,
+        "ratio": 1.0,
+    }
+    record = {**facts, "rows": [row, {**row, "contender": "onnxruntime", "error": 2e-7, "ratio": 0.82}]}
+    (tmp_path / "peers-avx2.json").write_text(json.dumps(record))
+    table = generate.peers_table(tmp_path)
+    assert "| decode B1 T1 H8 D64 | 1 | 20 µs | 0.82\N{MULTIPLICATION SIGN} |" in table
+    assert "against the float64 oracle: native 1e-07, ONNX Runtime 2e-07." in table
 
 
 @pytest.mark.skipif(importlib.util.find_spec("mkdocs") is None, reason="needs the extra docs: make docs")

@@ -26,6 +26,7 @@ WORKS = {
     "forward B1 T4096 H8 D128": "forward, 4,096 tokens, 8 heads of 128",
     "forward+backward B1 T4096 H8 D64": "with backward, 8 heads of 64",
     "forward+backward B1 T4096 H8 D128": "with backward, 8 heads of 128",
+    "decode B1 T1 H8 D64": "decode a token, batch 1, 8 heads of 64",
     "decode B1 T1 H8 D128": "decode a token, batch 1, 8 heads of 128",
     "decode B16 T1 H8 D128": "decode a token, batch 16, 8 heads of 128",
     "prefill B1 T2048, 4 layers of 512": "4-layer model reads 2,048 tokens",
@@ -40,6 +41,9 @@ OURS = ("native", "efla", "chunked", "reference", "gated delta", "sgemm", "one p
 ACCELERATED = "the same, accelerate_cpu"
 NAMES = {
     "softmax attention": "softmax (SDPA)",
+    "onnxruntime": "ONNX Runtime",
+    "openvino": "OpenVINO",
+    "mlx": "MLX",
     ACCELERATED: "Qwen3.5 with `accelerate_cpu`",
     "transformers Qwen3.5 (gated delta)": "transformers Qwen3.5",
     "transformers Llama (softmax)": "transformers Llama",
@@ -99,6 +103,25 @@ def products_table(folder: Path = ROOT / "benchmarks/results") -> str:
             lines.append([work, str(threads), _time(model), _time(floor), f"{model / floor:.2f}", ratio])
         machines.append(f"{record['machine']}, {record['date'][:10]}")
     return f"{_table(lines)}\n\n{'; '.join(dict.fromkeys(machines))}." if machines else "Not measured yet."
+
+
+def peers_table(folder: Path = ROOT / "benchmarks/results") -> str:
+    """Other projects' gated delta rule, a row per work and number of threads of ``peers-*.json``: how many times our time."""
+    parts = []
+    for record in _records(folder, "peers-*.json"):
+        works: dict[tuple[str, int], dict[str, dict[str, Any]]] = {}
+        for row in record["rows"]:
+            works.setdefault((row["work"], row["threads"]), {})[row["contender"]] = row
+        peers = list(dict.fromkeys(row["contender"] for row in record["rows"] if row["contender"] != "native"))
+        lines = [["work", "threads", "native", *(NAMES.get(peer, peer) for peer in peers)], ["---"] * (len(peers) + 3)]
+        for (work, threads), rows in sorted(works.items(), key=lambda item: (item[0][0], item[0][1])):
+            ratios = (f"{rows[peer]['ratio']:.2f}\N{MULTIPLICATION SIGN}" if peer in rows else "" for peer in peers)
+            lines.append([work, str(threads), _time(rows["native"]["median"]), *ratios])
+        worst = {name: max(r["error"] for r in record["rows"] if r["contender"] == name) for name in ("native", *peers)}
+        errors = ", ".join(f"{NAMES.get(name, name)} {error:.0e}" for name, error in worst.items())
+        source = f"{record['machine']}, {record['date'][:10]}. Largest error against the float64 oracle: {errors}."
+        parts.append(f"{_table(lines)}\n\n{source}")
+    return "\n\n".join(parts) or "Not measured yet."
 
 
 def runtimes_table(folder: Path = ROOT / "benchmarks/results") -> str:
@@ -247,7 +270,9 @@ def pages(sections: Sequence[Any]) -> dict[Path, str]:
     from efla.report.page import claims_page
 
     readme = filled(README.read_text(), {"speed": speed_table(), "claims": claims_table(sections)})
-    speed = filled(SPEED.read_text(), {"products": products_table(), "runtimes": runtimes_table()})
+    speed = filled(
+        SPEED.read_text(), {"peers": peers_table(), "products": products_table(), "runtimes": runtimes_table()}
+    )
     return {README: readme, SPEED: speed, CLAIMS: claims_page(sections)}
 
 
