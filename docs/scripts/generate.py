@@ -1,4 +1,5 @@
-"""Write what is generated: tables of README.md and of the page on speed, a figure, the pages of claims and of the command line.
+"""Write what is generated: tables of README.md and of the pages on speed and on sequential MNIST, a figure, the pages of claims
+and of the command line.
 
 Run ``make readme``.
 
@@ -19,7 +20,7 @@ from typing import Any, NamedTuple
 
 ROOT = Path(__file__).parents[2]
 README, CLAIMS, COMMAND_LINE = ROOT / "README.md", ROOT / "docs/results/claims.md", ROOT / "docs/reference/cli.md"
-SPEED = ROOT / "docs/explanation/speed.md"
+SPEED, SMNIST = ROOT / "docs/explanation/speed.md", ROOT / "docs/results/smnist.md"
 
 WORKS = {
     "forward B1 T4096 H8 D64": "forward, 4,096 tokens, 8 heads of 64",
@@ -217,6 +218,97 @@ def claims_table(sections: Sequence[Any]) -> str:
     return _table(lines)
 
 
+def smnist_tables(folder: Path = ROOT / "results") -> dict[str, str]:
+    """The tables of the page on sequential MNIST by their markers: published, changes, BLOCK-RATE and BLOCK-rates."""
+    from efla.experiments.smnist.claims import conditions_of
+    from efla.runs.rows import read_rows
+
+    authors, full = (read_rows(folder / f"smnist-{name}") for name in ("authors", "full"))
+    tables = {"published": _published(authors), "changes": _changes(authors)}
+    for rows in (authors, full):
+        for at in conditions_of(rows):
+            tables[f"{at.block}-{at.rate:g}"] = _levels(rows, [("", at)])
+    tables |= {f"{block}-rates": _rates(rows) for block, rows in (("authors", authors), ("bare", full))}
+    page = SMNIST.read_text()
+    return {name: table for name, table in tables.items() if f"<!-- {name} -->" in page}
+
+
+def _published(rows: Sequence[Any]) -> str:
+    """EFLA against DeltaNet on the authors' block: a line per claim, a column per comparison."""
+    from efla.experiments.smnist.claims import corruption_claims
+
+    lines: dict[str, list[str]] = {}
+    comparisons: list[str] = []
+    for claim in corruption_claims(rows):
+        title = claim.pair.partition(", ")[2]
+        if title in ("as published", "best rates") or title.startswith("both at"):
+            comparisons.append(title)
+            shown = claim.difference.text(claim.unit, short=True) if claim.difference else claim.reason
+            lines.setdefault(claim.sentence, []).append(f"**{claim.verdict}**: {shown}")
+    columns = ["claim of the paper", *dict.fromkeys(comparisons)]
+    return _table([columns, ["---"] * len(columns), *([sentence, *cells] for sentence, cells in lines.items())])
+
+
+def _changes(rows: Sequence[Any]) -> str:
+    """The authors' block and every block that changes one detail of it, at the same rate and with the same seeds."""
+    from efla.experiments.smnist.claims import Condition, conditions_of
+    from efla.experiments.smnist.config import AUTHORS_CHANGES
+
+    changed = [at for at in conditions_of(rows) if at.block in AUTHORS_CHANGES]
+    if not changed:
+        return "Not run yet."
+    seeds = {row["seed"] for row in rows if row["block"] == changed[0].block}
+    same = [row for row in rows if row["seed"] in seeds]
+    blocks = [("none", Condition("authors", changed[0].rate)), *((AUTHORS_CHANGES[at.block], at) for at in changed)]
+    return _levels(same, blocks)
+
+
+def _levels(rows: Sequence[Any], conditions: Sequence[tuple[str, Any]]) -> str:
+    """A line per condition and arm: clean accuracy, means over corrupted levels, three intensities in percent, diverged runs."""
+    from efla.experiments.smnist.claims import arms_of, level_means, levels_of, runs_of
+    from efla.runs.names import name_of
+    from efla.runs.statistics import Rows, spread
+
+    titled = any(title for title, _ in conditions)
+    lines = []
+    for title, at in conditions:
+        tests = Rows(rows).where(row="level", **at._asdict())
+        intensities = (2, 4, max(tests.where(kind="scale").values("level")))
+        for arm in arms_of(tests):
+            runs = runs_of(rows, at, arm)
+            bright = levels_of(rows, at, arm, "scale")
+            scale, noise, dropout = (
+                spread(level_means(levels_of(rows, at, arm, kind)).values()) for kind in ("scale", "noise", "dropout")
+            )
+            each = [bright.where(level=level).spread("accuracy") for level in intensities]
+            shown = [runs.spread("clean_accuracy"), scale, *each, noise, dropout]
+            diverged = f"{len(runs.where(diverged=True))} of {len(runs)}"
+            lines.append([*([title] * titled), name_of(arm), *(value.text(100) for value in shown), diverged])
+    columns = ["arm", "clean", "intensity, mean", *(f"\N{MULTIPLICATION SIGN}{level:g}" for level in intensities)]
+    columns = [*(["change"] * titled), *columns, "noise, mean", "dropout, mean", "diverged"]
+    return _table([columns, ["---"] * len(columns), *lines])
+
+
+def _rates(rows: Sequence[Any]) -> str:
+    """Final training loss and clean accuracy of the main block, a line per arm that has several rates and a column per rate."""
+    from efla.experiments.smnist.claims import Condition, arms_of, main_block, rates_of, runs_of
+    from efla.runs.names import name_of
+    from efla.runs.statistics import Rows
+
+    block, rates = main_block(rows), rates_of(rows)
+    lines = [["arm", *(f"{rate:g}" for rate in rates)], ["---"] * (len(rates) + 1)]
+    for arm in arms_of(Rows(rows).cells().where(block=block)):
+        cells = []
+        for rate in rates:
+            runs = runs_of(rows, Condition(block, rate), arm)
+            diverged = len(runs.where(diverged=True))
+            shown = f"{runs.spread('final_loss').text(1, 3)}; {runs.spread('clean_accuracy').text(100)}"
+            cells.append(shown + f"; {diverged} of {len(runs)} diverged" * bool(diverged) if runs else "")
+        if sum(map(bool, cells)) > 1:
+            lines.append([name_of(arm), *cells])
+    return _table(lines)
+
+
 def _table(lines: Iterable[Sequence[str]]) -> str:
     return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)
 
@@ -266,14 +358,19 @@ def filled(text: str, tables: dict[str, str]) -> str:
 
 
 def pages(sections: Sequence[Any]) -> dict[Path, str]:
-    """README.md and the page on speed with their tables, and the page of claims, as the rows say."""
+    """The pages with generated tables, and the page of claims, as the rows say."""
     from efla.report.page import claims_page
 
     readme = filled(README.read_text(), {"speed": speed_table(), "claims": claims_table(sections)})
     speed = filled(
         SPEED.read_text(), {"peers": peers_table(), "products": products_table(), "runtimes": runtimes_table()}
     )
-    return {README: readme, SPEED: speed, CLAIMS: claims_page(sections)}
+    return {
+        README: readme,
+        SPEED: speed,
+        SMNIST: filled(SMNIST.read_text(), smnist_tables()),
+        CLAIMS: claims_page(sections),
+    }
 
 
 def main() -> None:

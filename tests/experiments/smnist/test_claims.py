@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 
 from efla.experiments.smnist.claims import (
     Condition,
-    arms_of,
-    conditions_of,
     corruption_claims,
     level_means,
     levels_of,
@@ -23,10 +20,7 @@ from efla.experiments.smnist.claims import (
 )
 from efla.experiments.smnist.config import MAIN_ARMS
 from efla.experiments.smnist.run import SmnistRobustness
-from efla.runs.names import name_of
 from efla.runs.records import Record
-from efla.runs.rows import read_rows
-from efla.runs.statistics import Rows, spread
 
 LEVELS = {"dropout": (0, 0.2, 0.4), "scale": (1, 4, 16), "noise": (0, 0.1, 0.4)}
 RATES = (1e-4, 3e-4, 1e-3, 3e-3, 1e-2)
@@ -196,25 +190,6 @@ def test_arms_are_compared_on_the_same_images() -> None:
         c for c in corruption_claims(authors_rows()) if c.pair == "intensity, DeltaNet (raw keys), both at 0.003"
     )
     assert raw.difference is not None and raw.difference.mean == pytest.approx(10.0), "not 5"
-
-
-@pytest.mark.parametrize(("folder", "largest"), [("smnist-full", 16), ("smnist-authors", 10)])
-def test_the_tables_of_the_documentation_are_those_of_the_committed_rows(folder: str, largest: int) -> None:
-    root = Path(__file__).parents[3]
-    rows, page = read_rows(root / "results" / folder), (root / "docs" / "results" / "smnist.md").read_text()
-    for at in conditions_of(rows):
-        for arm in arms_of(Rows(rows).where(row="level", **at._asdict())):
-            runs = runs_of(rows, at, arm)
-            scale = [
-                levels_of(rows, at, arm, "scale").where(level=level).spread("accuracy") for level in (2, 4, largest)
-            ]
-            means = [
-                spread(level_means(levels_of(rows, at, arm, kind)).values()) for kind in ("scale", "noise", "dropout")
-            ]
-            shown = [runs.spread("clean_accuracy"), means[0], *scale, *means[1:]]
-            diverged = f"{sum(bool(row['diverged']) for row in runs)} of {len(runs)}"
-            line = " | ".join([name_of(arm), *(value.text(100) for value in shown), diverged])
-            assert f"| {line} |" in page
 
 
 def test_rows_of_the_authors_block_alone_make_both_sections() -> None:

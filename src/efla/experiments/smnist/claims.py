@@ -118,9 +118,8 @@ def comparisons(rows: Sequence[Record]) -> Iterator[Comparison]:
     published = [Condition("authors", rate) for rate in AUTHORS_RATES]
     if set(published) <= set(conditions):
         yield Comparison("as published", published[0], MAIN, published[1])
-    for at in conditions:
-        if at.block == "authors":
-            yield Comparison(f"both at {at.rate:g}", at, MAIN, at)
+    for at in published:
+        yield Comparison(f"both at {at.rate:g}", at, MAIN, at)
     best = [best_rate(rows, "authors", arm) for arm in (OURS, MAIN)]
     if best[0] and best[1] and len(rates_of(rows, "authors")) > 1:
         yield Comparison("best rates", Condition("authors", best[0]), MAIN, Condition("authors", best[1]))
