@@ -69,8 +69,8 @@ _PAPER: dict[str, dict[str, dict[str, Any]]] = {
 _SECONDS: dict[str, dict[str, float]] = {
     "exactness": {"demo": 0.4, "quick": 0.4, "full": 0.4},
     "throughput": {"quick": 60, "full": 180},
-    "smnist": {"demo": 30, "quick": 30, "full": 1240},
-    "lr": {"quick": 30, "full": 1240},
+    "smnist": {"demo": 30, "quick": 30, "full": 370},
+    "lr": {"quick": 30, "full": 370},
     "mad": {"quick": 15, "full": 235},
     "lm": {"quick": 60, "full": 1860},
 }
@@ -82,7 +82,7 @@ class Paper(All):
     throughput; one report."""
 
     profile: Literal["quick", "full", "demo"] = "quick"  # type: ignore[assignment]
-    """quick: ten minutes on two quiet cores; full: about a day, resumable; demo: three minutes, exactness and sMNIST. quick
+    """quick: ten minutes on two quiet cores; full: about half a day, resumable; demo: three minutes, exactness and sMNIST. quick
     and demo read the embedded images."""
 
     def options(self) -> list[Options]:

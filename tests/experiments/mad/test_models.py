@@ -10,7 +10,7 @@ import torch
 
 from efla.experiments.arms import ARMS
 from efla.experiments.experiment import Group
-from efla.experiments.mad.config import TASK_ORDER, MadConfig, profile
+from efla.experiments.mad.config import TASK_ORDER, UNSOLVED, MadConfig, profile
 from efla.experiments.mad.exact import IGNORE
 from efla.experiments.mad.model import AutoEncoder, LanguageModel, build, loss_of, mixer, sinusoid
 from efla.experiments.mad.tasks import baseline, changed, generate
@@ -151,7 +151,7 @@ def test_the_profiles_have_the_stated_cells() -> None:
         return len(cells), len({(cell.settings["task"], cell.settings["setting"]) for cell in cells})
 
     assert counts(profile("quick")) == (12, 6)
-    assert counts(profile("full")) == (12 * 3 * 2 + 6 * 2 * 2 * 2, 12)
+    assert counts(profile("full")) == (12 * 3 * 2 + 6 * 2 * 2 * 2 + 2 * 2 * 2 * (5 + 8), 12)
     assert counts(profile("reference")) == (396 * 7, 66)
     quick = profile("quick")
     steps = {task: quick.steps_of(quick.setting(task, "short")) for task in ("memorization", "compression")}
@@ -160,10 +160,15 @@ def test_the_profiles_have_the_stated_cells() -> None:
     assert {group.rates for group in full.groups} == {(5e-4, 1e-3)} and {group.decays for group in full.groups} == {
         (0.0,)
     }
-    assert {group.arms: group.seeds for group in full.groups} == {
-        ("delta-l2", "exact-flow", "delta-raw"): (12345,),
-        ("delta-l2", "exact-flow"): (12346, 12347),
+    seeds: dict[tuple[str, ...], set[int]] = {}
+    for group in full.groups:
+        seeds.setdefault(group.arms, set()).update(group.seeds)
+    assert seeds == {
+        ("delta-l2", "exact-flow", "delta-raw"): {12345},
+        ("delta-l2", "exact-flow"): set(range(12346, 12353)),
+        ("gated-delta", "gated-exact-flow"): set(range(12345, 12353)),
     }
+    assert {group.settings for group in full.groups if 12352 in group.seeds} == {UNSOLVED}
     hard = {
         cell.settings["task"]: cell.settings["setting"]
         for cell in Mad(full).cells()

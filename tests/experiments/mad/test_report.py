@@ -129,6 +129,23 @@ def test_only_seeds_of_both_arms_are_compared() -> None:
     assert mean.reason == "50.00 against 40.00; 2 unpaired seeds left out"
 
 
+def test_arms_with_fewer_tasks_leave_the_scores_of_the_others_alone() -> None:
+    rows = rows_of(
+        lambda task, setting, arm, rate, seed: 0.9 if setting == "baseline" else 0.1 * TASK_ORDER.index(task)
+    )
+    pair = {"delta-l2": "gated-delta", "exact-flow": "gated-exact-flow"}
+    gated = [
+        row | {"arm": pair[row["arm"]], "reference_accuracy": 0.5}  # type: ignore[index]
+        for row in rows
+        if row["task"] == "compression" and row["setting"] == "baseline" and row["arm"] in pair
+    ]
+    for task in TASK_ORDER:
+        assert mad.task_score(rows + gated, task, "exact-flow") == mad.task_score(rows, task, "exact-flow")
+    assert mad.task_score(rows + gated, "compression", "gated-delta").n == 0, "it lacks a setting"
+    assert math.isnan(mad.overall_score(rows + gated, "gated-delta"))
+    assert "compression (baseline), Gated EFLA against Gated DeltaNet" in {claim.pair for claim in claims(rows + gated)}
+
+
 def test_claims_do_not_depend_on_the_order_in_which_cells_finished() -> None:
     rows = rows_of(lambda task, setting, arm, rate, seed: 0.5 + 0.1 * (setting == "hard") + _noise(seed))
     assert claims(rows[::-1]) == claims(rows)

@@ -219,9 +219,9 @@ def test_options_narrow_the_grid_and_refuse_unknown_names() -> None:
     with pytest.raises(ValueError, match="noise"):
         MadOptions(profile="full", settings=("noise0.7",)).config()
     part = Mad(MadOptions(profile="full", arms=("delta-l2", "exact-flow")).config()).cells()
-    assert len(part) == 12 * 2 * 2 + 6 * 2 * 2 * 2, "the profile's runs without delta-raw's, all seeds"
+    assert len(part) == 12 * 2 * 2 + 6 * 2 * 2 * 2 + 2 * 2 * 2 * 5, "the profile's runs of this pair, all seeds"
     later = Mad(MadOptions(profile="full", seeds=(12346, 12347)).config()).cells()
-    assert len(later) == 6 * 2 * 2 * 2 and {cell.settings["setting"] for cell in later} == {"baseline"}
+    assert len(later) == 6 * 2 * 2 * 2 + 2 * 2 * 2 * 2 and {cell.settings["setting"] for cell in later} == {"baseline"}
     steps = MadOptions(steps=11).config()
     assert {steps.steps_of(steps.setting(task, "short")) for task in ("memorization", "compression")} == {11}
 

@@ -93,6 +93,8 @@ def grid(profile: str, *, sweep: bool = False) -> tuple[Group, ...]:
     if profile == "full":
         # The slow arms (Mamba-2, attention) do not come last, so that two workers finish at about the same time.
         groups += [Group(PAIR, rate, (SEED + 1, SEED + 2)), Group(CONTROLS, rate, one)]
+        groups.append(Group(PAIR, rate, (SEED + 3, SEED + 4)))
+        groups.append(Group((*GATED_PAIR, *OTHERS), rate, (SEED + 1, SEED + 2)))
     if sweep:
         groups.append(Group(PAIR, tuple(r for r in SWEEP_RATES if r != PEAK_RATE), one))
     return tuple(groups)
@@ -121,7 +123,8 @@ class LmOptions(GridOptions):
     """Language models over bytes: six mixers at matched size on the same text in the same order."""
 
     profile: Profile = "quick"
-    """quick: minutes, 470,000 parameters. full: hours, resumable, 1.9 million parameters, three seeds of the main pair."""
+    """quick: minutes, 470,000 parameters. full: hours, resumable, 1.9 million parameters, five seeds of the main pair
+    and three of the others."""
     data: str | None = None
     """Folder with corpus/, lambada/, wikitext-2/ and eval/ (default: EFLA_DATA). Without one, quick trains on Python's own
     documentation and skips the test sets."""

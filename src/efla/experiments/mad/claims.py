@@ -69,10 +69,11 @@ def setting_scores(
 
 
 def task_score(rows: Sequence[Record], task: str, arm: str) -> Spread:
-    """Mean over the settings of a task that all arms of the rows were run on, first seed; one number, no spread."""
+    """Mean over the :func:`shared_settings` of a task, first seed; one number, no spread, none if the arm lacks one of them."""
     first = first_seed(rows)
-    values = [setting_scores(rows, task, name, arm)[first] for name in shared_settings(rows, task)]
-    return spread([sum(values) / len(values)] if values else [])
+    found = [setting_scores(rows, task, name, arm).get(first) for name in shared_settings(rows, task)]
+    values = [value for value in found if value is not None]
+    return spread([sum(values) / len(values)] if values and len(values) == len(found) else [])
 
 
 def overall_score(rows: Sequence[Record], arm: str) -> float:
@@ -88,9 +89,10 @@ def first_seed(rows: Sequence[Record]) -> int:
 
 
 def shared_settings(rows: Sequence[Record], task: str) -> list[str]:
-    """Settings of a task that every arm in the rows of the task was trained on with the first seed."""
-    arms, first = arms_of(Rows(rows).where(task=task)), first_seed(rows)
-    names = settings_of(rows, task)
+    """Settings of a task that every arm in its rows was trained on with the first seed, without arms that have fewer tasks."""
+    tasks = {arm: len(tasks_of(Rows(rows).where(arm=arm))) for arm in arms_of(rows)}
+    arms = [arm for arm in arms_of(Rows(rows).where(task=task)) if tasks[arm] == max(tasks.values())]
+    names, first = settings_of(rows, task), first_seed(rows)
     return [name for name in names if all(runs_of(rows, task, name, arm).where(seed=first) for arm in arms)]
 
 

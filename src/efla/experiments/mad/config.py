@@ -12,6 +12,7 @@ from efla.models.loading import choose_device
 from efla.runs.records import GRID, Count
 
 PAIR = ("delta-l2", "exact-flow")
+GATED_PAIR = ("gated-delta", "gated-exact-flow")
 MAIN_ARMS = (*PAIR, "delta-raw")
 REFERENCE_ARMS = tuple(ARMS)[:7]
 
@@ -138,18 +139,27 @@ _PROFILES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-def grid(profile: str, *, more_seeds: tuple[int, ...]) -> tuple[Group, ...]:
-    """The groups of a profile. more_seeds: of the main pair on the baselines of the full profile."""
+UNSOLVED = ("compression/baseline", "fuzzy-in-context-recall/baseline")
+"""Baselines that neither arm of the main pair solves (99 %) within the budget of the full profile: more seeds can tell there."""
+
+
+def grid(profile: str, *, one_seed: bool = False) -> tuple[Group, ...]:
+    """The groups of a profile; in the full profile the pairs have further seeds, unless the data have only one."""
     settings, rates = tuple(settings_of(profile)), (5e-4, 1e-3)
     if profile == "quick":
         return (Group(PAIR, (1e-3,), (SEED,), settings=settings),)
     if profile == "reference":
         return (Group(REFERENCE_ARMS, (1e-4, *rates), (SEED,), (0.0, 0.1), settings),)
     baselines, hard = settings[:6], settings[6:]
+    first, last = (Group(MAIN_ARMS, rates, (SEED,), settings=names) for names in (baselines, hard))
+    if one_seed:
+        return first, last
     return (
-        Group(MAIN_ARMS, rates, (SEED,), settings=baselines),
-        Group(PAIR, rates, more_seeds, settings=baselines),
-        Group(MAIN_ARMS, rates, (SEED,), settings=hard),
+        first,
+        Group(PAIR, rates, (SEED + 1, SEED + 2), settings=baselines),
+        last,
+        Group(PAIR, rates, tuple(range(SEED + 3, SEED + 8)), settings=UNSOLVED),
+        Group(GATED_PAIR, rates, tuple(range(SEED, SEED + 8)), settings=UNSOLVED),
     )
 
 
@@ -164,7 +174,7 @@ def profile(name: str, *, folder: str | None = None, device: str = "cpu") -> Mad
         folder=folder,
         device=device,
         precision="bfloat16" if in_bfloat16 else "float32",
-        groups=grid(name, more_seeds=(SEED + 1, SEED + 2) if folder is None else ()),  # the files have one seed
+        groups=grid(name, one_seed=folder is not None),  # the files have one
     )
 
 
