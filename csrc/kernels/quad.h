@@ -21,7 +21,19 @@ template <class T, int N> using QuadVectors = Vec<T>[kQuad][N];
 struct SweepPrefetch {
   const char* row[4];  // the first of four rows in each stream
   int64_t stride[4];   // bytes
-  int streams = 0, lines = 0;
+  int first = 0, streams = 0, lines = 0;
+
+  // The streams before and from `stream` on: a sweep has room for two rows of S per request.
+  SweepPrefetch before(int stream) const {
+    SweepPrefetch part = *this;
+    part.streams = streams < stream ? streams : stream;
+    return part;
+  }
+  SweepPrefetch from(int stream) const {
+    SweepPrefetch part = *this;
+    part.first = stream;
+    return part;
+  }
 };
 
 template <class T, int N, bool keys, bool queries>
@@ -53,7 +65,7 @@ EFLA_INLINE void sweep(const T* k, const T* q, const T* S, int64_t panel, int ro
   if constexpr (!keys && !queries) return;
   int j = 0;
   for (int line = 0; line < prefetch.lines; ++line) {
-    for (int stream = 0; stream < prefetch.streams; ++stream) {
+    for (int stream = prefetch.first; stream < prefetch.streams; ++stream) {
       const char* row = prefetch.row[stream] + 64 * line;
       for (int i = 0; i < kQuad && j + 2 <= rows; ++i, row += prefetch.stride[stream], j += 2) {
         __builtin_prefetch(row, 0, 2);
@@ -109,7 +121,8 @@ EFLA_INLINE void read_quad(const KeyTile<Compute<E>>& keys, const ScalarTile<Com
   const T *k = keys.k + t * kRow<T>, *q = keys.q + t * kRow<T>;
   QuadVectors<T, N> ks, qs, u;
   constexpr bool together = EFLA_WIDE_REGISTERS && N < kSweepVectors;
-  sweep<T, N, erases, together && queries>(k, q, from, panel, rows, ks, qs, prefetch);
+  constexpr bool twice = !together && erases && queries;
+  sweep<T, N, erases, together && queries>(k, q, from, panel, rows, ks, qs, twice ? prefetch.before(2) : prefetch);
   EFLA_UNROLL_FOR (int i = 0; i < kQuad; ++i) {
     EFLA_UNROLL_FOR (int n = 0; n < N; ++n) {
       const int left = valid - n * kLanes<T>;
@@ -128,7 +141,7 @@ EFLA_INLINE void read_quad(const KeyTile<Compute<E>>& keys, const ScalarTile<Com
     }
   }
   if constexpr (!together)
-    sweep<T, N, false, queries>(k, q, from, panel, rows, ks, qs, erases ? SweepPrefetch{} : prefetch);
+    sweep<T, N, false, queries>(k, q, from, panel, rows, ks, qs, twice ? prefetch.from(2) : prefetch);
   EFLA_UNROLL_FOR (int i = 0; i < kQuad; ++i) {
     EFLA_UNROLL_FOR (int n = 0; n < N; ++n) {
       if constexpr (!queries) {
