@@ -15,10 +15,10 @@ def prepare(
 ) -> tuple[Callable[[], Any], Callable[[Any], dict[str, np.ndarray]]]:
     """function: of q, k, v, beta, log_gate and a state or None, to outputs and state. Training computes all gradients."""
     torch.set_num_threads(threads)
+    torch.set_grad_enabled(work == "training")  # entering no_grad at every call would take a quarter of a small step
     tensors = [torch.from_numpy(arrays[name]).requires_grad_(work == "training") for name in INPUTS]
     state = torch.from_numpy(arrays["state"]) if work == "decoding" else None
 
-    @torch.no_grad()
     def infer() -> Any:
         return function(*tensors, state)
 
