@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
-from typing import Literal, TypeVar
+from typing import Literal
 
 from rich.console import Console
+from rich.progress import track
 
 from efla.errors import BackendUnavailable
-from efla.runs.progress import Bars
 
-T = TypeVar("T")
 Step = Literal["compile", "traffic", "conformance", "throughput"]
 
 
@@ -56,6 +55,7 @@ def gpu_check(
     from efla.scans.backends import fla
 
     console = Console(soft_wrap=True)
+    tracked = partial(track, console=console, transient=True, disable=not console.is_terminal)
     if fla.missing is not None:
         raise BackendUnavailable(f"the fla backend {fla.missing}")
     targets = targets or tuple(TARGETS)
@@ -77,7 +77,7 @@ def gpu_check(
             all_configs=all_configs,
             jobs=jobs or max(1, (os.cpu_count() or 1) // 2),
         )
-        groups = _tracked(console, "compiling kernels", compiling, len(targets) * len(widths))
+        groups = tracked(compiling, "compiling kernels", total=len(targets) * len(widths))
         kernels = [k for *_, found in sorted(groups, key=lambda g: (targets.index(g[0]), g[1])) for k in found]
         record["kernels"] = [asdict(kernel) for kernel in kernels]
         is_right &= report.kernels(console, kernels, verbose)
@@ -93,7 +93,7 @@ def gpu_check(
         if "conformance" in steps:
             cases = conformance.cases(widths)
             checking = (conformance.run_case(*case, device=device) for case in cases)
-            results = _tracked(console, "comparing with float64", checking, len(cases))
+            results = list(tracked(checking, "comparing with float64", total=len(cases)))
             record["conformance"] = [asdict(result) for result in results]
             is_right &= report.conformance(console, results)
         if "throughput" in steps and device == "cpu":
@@ -110,14 +110,3 @@ def gpu_check(
         console.print(f"\nrows: {output}")
     console.print("\nnext: paste the tables into an issue" if device else "\nnext: run this on a machine with a GPU")
     return 0 if is_right else 1
-
-
-def _tracked(console: Console, description: str, items: Iterable[T], total: int) -> list[T]:
-    """The items as a list, with a progress bar while they are computed."""
-    found: list[T] = []
-    with Bars(console) as bars:
-        bars.update(description, 0, total)
-        for item in items:
-            found.append(item)
-            bars.update(description, len(found), total, f"{len(found)}/{total}")
-    return found

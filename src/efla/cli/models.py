@@ -111,6 +111,7 @@ def generate(
         {"top-k": temperature == 0 and top_k != 0, "top-p": temperature == 0 and top_p != 1}, "at --temperature 0"
     )
     text = sys.stdin.read() if prompt == "-" else prompt
+    sampling = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
     if model.endswith(".onnx"):
         given = {
             "tokenizer": tokenizer is not None,
@@ -118,16 +119,7 @@ def generate(
             "threads": threads is not None,
         }
         refuse_ignored({**given, "dtype": dtype != "auto", "weights": weights is not None}, "with an ONNX file")
-        return _generate_onnx(
-            model,
-            text,
-            state,
-            max_new_tokens=max_new_tokens,
-            temperature=temperature,
-            top_k=top_k,
-            top_p=top_p,
-            seed=seed,
-        )
+        return _generate_onnx(model, text, state, max_new_tokens=max_new_tokens, seed=seed, **sampling)
     refuse_ignored({"dtype": weights is not None and dtype != "auto"}, "with --weights")
     import torch
     from transformers import DynamicCache
@@ -151,7 +143,6 @@ def generate(
     if ids.shape[1] == 0:
         raise ValueError("the prompt has no tokens; give some text")
     streamer = TimedStreamer(loaded.tokenizer, lambda piece: print(piece, end="", flush=True))
-    sampling = {"temperature": temperature, "top_k": top_k, "top_p": top_p} if temperature > 0 else {}
     torch.manual_seed(seed)
     print(text, end="", flush=True)
     with accelerate_model(loaded.model), torch.inference_mode():
@@ -164,7 +155,7 @@ def generate(
             do_sample=temperature > 0,
             streamer=streamer,
             pad_token_id=0 if pad_token_id is None else pad_token_id,
-            **sampling,
+            **(sampling if temperature > 0 else {}),
         )
         if state is not None:
             loaded.model(written[:, -1:], past_key_values=cache, use_cache=True)  # chosen, but not read yet

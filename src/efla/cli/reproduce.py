@@ -4,6 +4,7 @@ and end in one report."""
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Union
 
@@ -127,11 +128,8 @@ def reproduce(
         quiet: Print results only, no progress.
         verbose: Print every level, comparison and file, not only a screen of them.
     """
-
-    def run_one(options: Options, folder: Path | None) -> Path:
-        console = Console(stderr=True, quiet=quiet)
-        return _run(options, folder, console, workers=workers, threads=threads, executor=executor, verbose=verbose)
-
+    console = Console(stderr=True, quiet=quiet)
+    run_one = partial(_run, console=console, workers=workers, threads=threads, executor=executor, verbose=verbose)
     if isinstance(experiment, All):
         return _run_all(experiment, output or experiment.default_output(), run_one, workers, verbose)
     folder = run_one(experiment, output)
@@ -143,8 +141,8 @@ def reproduce(
 def _run(
     options: Any,
     output: Path | None,
-    console: Console,
     *,
+    console: Console,
     workers: int,
     threads: int | None,
     executor: Executor,
