@@ -79,7 +79,8 @@ class Runner:
         self.config: dict[str, Any] = json.loads(self.metadata["efla.config"])
         self.states: list[dict[str, Any]] = json.loads(self.metadata["efla.states"])
         self._outputs = ["logits", *(state["output"] for state in self.states)]
-        self._tokenizer = _Tokenizer.of(self.metadata["efla.tokenizer"])
+        tokenizer = self.metadata["efla.tokenizer"]
+        self._tokenizer = None if tokenizer == "none" else _Tokenizer(tokenizer)
 
     def new_state(self, batch_size: int = 1) -> State:
         """The state before the first token."""
@@ -247,10 +248,6 @@ class _Tokenizer:
                     "the model's tokenizer needs the package tokenizers: pip install tokenizers"
                 ) from error
             self._fast = Tokenizer.from_str(description)
-
-    @classmethod
-    def of(cls, description: str) -> _Tokenizer | None:
-        return None if description == "none" else cls(description)
 
     def encode(self, text: str, starts: bool) -> list[int]:
         if self._fast is None:

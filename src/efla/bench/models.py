@@ -15,6 +15,7 @@ from efla.bench import Suite, qwen, random_tokens, state
 from efla.bench.qwen import ACCELERATED, FLOOR, TRANSFORMERS, accelerated, products, qwen_model, sizes_of
 from efla.bench.scan import SAMPLE_SECONDS
 from efla.models.accounting import state_bytes
+from efla.models.cache import cached_state_bytes
 from efla.models.quantization import WEIGHTS, pack_linears
 from efla.runs.timing import Measurement, compare, training_step
 
@@ -99,9 +100,8 @@ def decode(threads: int, rounds: int) -> Iterator[list[Measurement]]:
         runner = _onnx_runner(model, threads)
         for batch in BATCHES:
             tokens = random_tokens(model.config.vocab_size, batch, PROMPT)
-            with torch.inference_mode():
-                cache = model(tokens, use_cache=True, logits_to_keep=1).past_key_values
-            calls = _inference({MODEL: _decode_call(model, cache, batch), FLOOR: products(model, batch, batch)})
+            decoding = _decode_call(model, state.read(model, tokens), batch)
+            calls = _inference({MODEL: decoding, FLOOR: products(model, batch, batch)})
             if runner is not None:
                 _, past = runner(tokens.numpy())
                 calls[ONNX] = partial(runner, tokens[:, :1].numpy(), past)
@@ -120,10 +120,7 @@ def weights(threads: int, rounds: int) -> Iterator[list[Measurement]]:
         for batch in BATCHES:
             tokens = random_tokens(model.config.vocab_size, batch, PROMPT)
             calls: dict[str, Callable[[], object]] = {FLOOR: products(model, batch, batch)}
-            for name, each in models.items():
-                with torch.inference_mode():
-                    cache = each(tokens, use_cache=True, logits_to_keep=1).past_key_values
-                calls[name] = _decode_call(each, cache, batch)
+            calls |= {name: _decode_call(each, state.read(each, tokens), batch) for name, each in models.items()}
             yield compare(
                 f"weights, decode batch {batch}, {size}", _inference(calls), threads=threads, rounds=3 * rounds, items=batch,
                 sample_seconds=SAMPLE_SECONDS,
@@ -214,11 +211,7 @@ def _softmax_cache(model: Any, context: int) -> Any:
 
 def _check_state_bytes(model: Any, cache: Any) -> None:
     """Check that the cache's tensors hold exactly the bytes that :mod:`efla.models.accounting` computes."""
-    held = 0
-    for layer in cache.layers:
-        for states in (layer.conv_states, layer.recurrent_states):
-            held += sum(x.numel() * x.element_size() for x in states.values())
-    expected = state_bytes(model.config)
+    held, expected = cached_state_bytes(cache), state_bytes(model.config)
     if held != expected:
         raise RuntimeError(f"the cache holds {held:,} bytes a sequence, the formula says {expected:,}")
     print(f"state per sequence: {held:,} bytes, as the formula says, at every length")

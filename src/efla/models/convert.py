@@ -256,7 +256,7 @@ def convert_folder(source: str | Path, target: str | Path) -> dict[str, Any]:
     shards = sorted(source.glob("*.safetensors"))
     if not shards:
         raise FileNotFoundError(f"{source} holds no *.safetensors; save the model with save_pretrained first")
-    renamed: dict[str, dict[str, str]] = {}
+    weight_map: dict[str, str] = {}
     shapes: dict[str, torch.Size] = {}
     target.mkdir(parents=True, exist_ok=True)
     for shard in shards:
@@ -268,13 +268,12 @@ def convert_folder(source: str | Path, target: str | Path) -> dict[str, Any]:
         ours = tensors if to_fla else out
         shapes.update({key: value.shape for key, value in ours.items()})
         save_file(out, target / shard.name, metadata={"format": "pt"})
-        renamed[shard.name] = dict.fromkeys(out, shard.name)
+        weight_map |= dict.fromkeys(out, shard.name)
     _check(config, shapes, source)
 
     index = source / _INDEX
     if index.is_file():
-        data = json.loads(index.read_text())
-        data["weight_map"] = {key: name for files in renamed.values() for key, name in files.items()}
+        data = {**json.loads(index.read_text()), "weight_map": weight_map}
         (target / _INDEX).write_text(json.dumps(data, indent=2, sort_keys=True) + "\n")
     (target / "config.json").write_text(json.dumps(new, indent=2, sort_keys=True, default=str) + "\n")
     if not to_fla:

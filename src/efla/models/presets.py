@@ -77,16 +77,18 @@ _ARM_NAMES = {
 }
 
 
+_PRESETS = {f"{model}-{size}": (model, size) for model in _MODELS for size in _SIZES}
+
+
 def names() -> list[str]:
     """Names of all presets."""
-    return [f"{model}-{size}" for model in _MODELS for size in _SIZES]
+    return list(_PRESETS)
 
 
 def get(name: str, **overrides: Any) -> EflaConfig:
     """The configuration of that name, with any of its fields replaced."""
-    known = {f"{model}-{size}": (model, size) for model in _MODELS for size in _SIZES}
-    check_names("preset", [name], known)
-    model, size = known[name]
+    check_names("preset", [name], _PRESETS)
+    model, size = _PRESETS[name]
     return _build({**_MODELS[model], **_SIZES[size][_shape(model)], **overrides})
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -68,17 +68,13 @@ class Rows(list[Record]):
         found = {row[field] for row in self if field in row}
         return sorted(found) if order is None else [value for value in order if value in found]
 
-    def spread(self, field: str | Callable[[Record], float]) -> Spread:
-        """Mean and standard deviation of a field, or of a function of the row."""
-        return spread(_value(row, field) for row in self)
+    def spread(self, field: str) -> Spread:
+        """Mean and standard deviation of a field."""
+        return spread(number(row[field]) for row in self)
 
-    def curve(self, x: str, y: str | Callable[[Record], float]) -> Curve:
-        """The spread of y, a field or a function of the row, at each value of the field x."""
-        return curve((row[x], _value(row, y)) for row in self)
-
-
-def _value(row: Record, field: str | Callable[[Record], float]) -> float:
-    return number(row[field]) if isinstance(field, str) else field(row)
+    def curve(self, x: str, y: str) -> Curve:
+        """The spread of the field y at each value of the field x."""
+        return curve((row[x], number(row[y])) for row in self)
 
 
 SEEN, NOT_SEEN, REVERSED = "seen", "not seen", "reversed"

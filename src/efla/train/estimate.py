@@ -1,7 +1,6 @@
 """Estimates for a run before it starts: parameters, state, operations, tokens, time and memory."""
 
 import os
-import time
 from dataclasses import dataclass
 from typing import Annotated, Any
 
@@ -102,6 +101,8 @@ def _peak_here() -> float:
     """Operations per second of this machine's device: known for some GPUs, else measured on a matrix product."""
     import torch
 
+    from efla.runs.timing import samples_in_turn
+
     if torch.cuda.is_available():
         name = torch.cuda.get_device_name().lower()
         known = next((peak for key, peak in DEVICES.items() if key in name), None)
@@ -110,13 +111,8 @@ def _peak_here() -> float:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     size = 4096 if device.type == "cuda" else 1024
     a = torch.randn(size, size, device=device)
-    best = 0.0
-    for _ in range(5):
-        start = time.perf_counter()
-        product = a @ a
-        float(product[0, 0])  # waits for the device
-        best = max(best, 2 * size**3 / (time.perf_counter() - start))
-    return best
+    (seconds,) = samples_in_turn({"": lambda: float((a @ a)[0, 0])}, rounds=5).values()  # float waits for the device
+    return 2 * size**3 / min(seconds)
 
 
 def _memory_here() -> float:
