@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from efla import rules
-from efla.errors import unknown_name
+from efla.errors import check_names
 from efla.scans.api import linear_attention
 from efla.scans.keys import l2_normalize
 from efla.scans.request import compute_dtype, sequence_boundaries
@@ -147,8 +147,7 @@ def make_inputs(
     seed: int = 0,
 ) -> ScanInputs:
     """Random inputs of the given kind (see ``KINDS``); ``packed`` lists the lengths of sequences packed into one row."""
-    if kind not in KINDS:
-        raise unknown_name("kind", kind, KINDS)
+    check_names("kind", [kind], KINDS)
     generator = torch.Generator().manual_seed(seed)
     cu_seqlens = None
     num_sequences = batch

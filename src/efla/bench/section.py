@@ -3,7 +3,7 @@
 from collections import defaultdict
 from pathlib import Path
 
-from efla.errors import unknown_name
+from efla.errors import check_names
 from efla.runs.chart import Chart, Figure, Point, Series
 from efla.runs.timing import Measurement
 
@@ -42,6 +42,5 @@ def save_lengths(measurements: list[Measurement], path: Path, machine: str) -> N
     from efla.runs.vega import FORMATS, save
 
     kind = path.suffix.removeprefix(".")
-    if kind not in FORMATS:
-        raise unknown_name("format of a figure", kind, FORMATS)
+    check_names("format of a figure", [kind], FORMATS)
     save(lengths_figure(measurements, path.stem, machine), path.parent, (kind,))

@@ -14,7 +14,7 @@ from typing import Any
 
 import efla
 from efla.cli.help import COMMANDS, command_help, usage
-from efla.errors import unknown_name
+from efla.errors import check_names, unknown_name
 
 # These parse their arguments themselves, because one of them sets the defaults of the others; and the class they use.
 _PARSES_ARGUMENTS = {"train": "TrainCommand"}
@@ -128,8 +128,7 @@ def _print_completion(shell: str) -> int:
     """Print a script that completes commands and options, made by tyro from all commands."""
     import tyro
 
-    if shell not in ("bash", "zsh", "fish"):
-        raise unknown_name("shell", shell, ["bash", "zsh", "fish"])
+    check_names("shell", [shell], ["bash", "zsh", "fish"])
     commands: dict[str, Callable[..., Any]] = {}
     for name in COMMANDS:
         function = _function(name)

@@ -14,7 +14,7 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 
-from efla.errors import unknown_name
+from efla.errors import check_names
 from efla.runs.rows import write_atomically
 
 if TYPE_CHECKING:
@@ -60,9 +60,7 @@ def bench(
     from efla.bench.section import save_lengths
 
     suites = importlib.import_module(_MODULES.get(what, f"efla.bench.{what}")).SUITES
-    for name in suite:
-        if name not in suites:
-            raise unknown_name("suite", name, suites)
+    check_names("suite", suite, suites)
     if plot is not None and (what != "scan" or (suite and "lengths" not in suite)):
         raise ValueError(f"--plot draws the suite lengths of efla bench scan, got {what} {' '.join(suite)}")
     if threads is not None:

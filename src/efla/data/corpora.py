@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from efla.data.files import data_folder, find_file, named_damage, read_unpacked
 from efla.data.sampling import TokenStream
-from efla.errors import unknown_name
+from efla.errors import check_names
 
 BOS_TOKEN = 0
 VOCABULARY = 256
@@ -47,8 +47,7 @@ class Corpus:
 
     def stream(self, part: str = "train") -> TokenStream:
         """One of the parts "train", "validation" and "test"."""
-        if part not in ("train", "validation", "test"):
-            raise unknown_name("part of a corpus", part, ["train", "validation", "test"])
+        check_names("part of a corpus", [part], ["train", "validation", "test"])
         return TokenStream(getattr(self, part))
 
 
@@ -61,8 +60,7 @@ def load(name: str, folder: str | Path | None = None) -> Corpus:
     """The corpus of that name, read from its file in ``folder`` or EFLA_DATA, there or in the subfolder ``corpus``."""
     if name == "python-docs":
         return _python_docs()
-    if name not in _FILES:
-        raise unknown_name("corpus", name, names())
+    check_names("corpus", [name], names())
     return _load_file(name, find(name, folder))
 
 

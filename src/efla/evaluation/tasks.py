@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from efla.data.files import find_file, json_lines, named_damage, read_unpacked
-from efla.errors import unknown_name
+from efla.errors import check_names, unknown_name
 from efla.runs.records import Record
 
 
@@ -134,8 +134,7 @@ def silence_lm_eval() -> Iterator[None]:
 
 def local_records(task: str, data: Path, limit: int | None = None) -> list[Record]:
     """The scored records of a task in the hub's format and the published order; the first ``limit`` if given."""
-    if task not in SOURCES:
-        raise unknown_name("task with local data", task, SOURCES)
+    check_names("task with local data", [task], SOURCES)
     source = SOURCES[task]
     paths = [task_file(data, name, task) for name in source.files]
     found = source.read(*paths)

@@ -6,7 +6,7 @@ from typing import Any
 from transformers import PreTrainedConfig
 
 from efla import rules
-from efla.errors import unknown_name
+from efla.errors import check_names
 from efla.layers.attention import GATES
 from efla.layers.blocks import swiglu_width
 from efla.models import register_when_loaded
@@ -102,10 +102,8 @@ class EflaConfig(PreTrainedConfig):
             self._check_softmax()
         if any(mixer not in ("softmax", "mamba2") for mixer in self.mixers):
             self._check_linear()
-        if self.conv_init not in ("default", "normal"):
-            raise unknown_name("convolution initialisation (conv_init)", self.conv_init, ["default", "normal"])
-        if self.gate not in GATES:
-            raise unknown_name("gate", self.gate, GATES)
+        check_names("convolution initialisation (conv_init)", [self.conv_init], ["default", "normal"])
+        check_names("gate", [self.gate], GATES)
         if self.conv_size == 1 or self.conv_size < 0:
             raise ValueError(f"conv_size must be 0 (no convolution) or at least 2, got {self.conv_size}")
         super().__post_init__(**kwargs)
@@ -123,9 +121,7 @@ class EflaConfig(PreTrainedConfig):
                 pattern = ["softmax" if kind == "full_attention" else "linear" for kind in self.layer_types]
         if isinstance(pattern, str):
             pattern = [pattern]
-        for mixer in pattern:
-            if mixer not in _OTHER_MIXERS and mixer not in rules.names():
-                raise unknown_name("mixer", mixer, [*_OTHER_MIXERS, *rules.names()])
+        check_names("mixer", pattern, [*_OTHER_MIXERS, *rules.names()])
         if not pattern or self.num_hidden_layers % len(pattern):
             raise ValueError(
                 f"mixers lists {len(pattern)} layers, which does not divide num_hidden_layers = "

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import efla
-from efla.errors import unknown_name
+from efla.errors import check_names
 from efla.evaluation import section as evaluation
 from efla.experiments import registry
 from efla.report import front
@@ -103,6 +103,5 @@ def sections_of(folder: Path) -> list[Section]:
     source = folder.name if folder.is_absolute() else str(folder)
     if experiment in _EVALUATION:
         return _EVALUATION[experiment](rows, source)
-    if experiment not in registry.names():
-        raise unknown_name("experiment", experiment, [*registry.names(), *_EVALUATION])
+    check_names("experiment", [experiment], [*registry.names(), *_EVALUATION])
     return registry.get(experiment).sections(rows, source)

@@ -6,7 +6,7 @@ import math
 import types
 from typing import Annotated, Any, Literal, NamedTuple, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
-from efla.errors import unknown_name
+from efla.errors import check_names, unknown_name
 
 Record = dict[str, Any]
 T = TypeVar("T")
@@ -62,9 +62,7 @@ def to_record(config: object) -> Record:
 def from_record(cls: type[T], record: Record) -> T:
     """The dataclass a record was made from; unknown keys are an error."""
     known = {field.name for field in dataclasses.fields(cast(Any, cls))}
-    for key in record:
-        if key not in known:
-            raise unknown_name(f"field of {cls.__name__}", key, known)
+    check_names(f"field of {cls.__name__}", record, known)
     return cls(**{key: _tuples(value) for key, value in record.items()})
 
 

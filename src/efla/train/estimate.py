@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 import tyro
 
-from efla.errors import unknown_name
+from efla.errors import check_names
 from efla.train.config import TrainConfig
 
 # Dense bfloat16 peak in TFLOP/s and memory in GB of one device, from the data sheets.
@@ -30,8 +30,7 @@ def estimate(config: TrainConfig, machines: Machines) -> dict[str, Any]:
     """Facts and estimates of a run, in the order they are printed."""
     from efla.models import accounting
 
-    if machines.device not in ("here", *DEVICES):
-        raise unknown_name("device", machines.device, ("here", *DEVICES))
+    check_names("device", [machines.device], ("here", *DEVICES))
     model = config.model_config()
     parameters = accounting.count_parameters(model)
     world = machines.count or int(os.environ.get("WORLD_SIZE", "1"))

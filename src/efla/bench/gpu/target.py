@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from efla.errors import unknown_name
+from efla.errors import check_names
 
 
 @dataclass(frozen=True)
@@ -44,8 +44,7 @@ TARGETS = {
 
 
 def get_target(name: str) -> Target:
-    if name not in TARGETS:
-        raise unknown_name("target", name, TARGETS)
+    check_names("target", [name], TARGETS)
     return TARGETS[name]
 
 
