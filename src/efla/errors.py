@@ -1,8 +1,10 @@
 """Errors that say what was expected, what came and what to do."""
 
 import difflib
+import importlib
 import warnings
 from collections.abc import Iterable, Mapping
+from typing import Any
 
 
 class BackendUnavailable(RuntimeError):
@@ -31,6 +33,14 @@ def check_names(kind: str, names: Iterable[str], known: Iterable[str]) -> None:
     for name in names:
         if name not in known:
             raise unknown_name(kind, name, known)
+
+
+def import_optional(module: str, missing: str) -> Any:
+    """A module of an optional package; without it, an error with the message ``missing``, which says what to install."""
+    try:
+        return importlib.import_module(module)
+    except ImportError:
+        raise RuntimeError(missing) from None
 
 
 def refuse_ignored(given: Mapping[str, bool], where: str) -> None:

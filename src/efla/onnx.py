@@ -15,6 +15,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from efla.errors import import_optional
+
 FORMAT = 1
 """Version of the names and metadata in the file."""
 OLDEST_RUNTIME = (1, 25, 1)
@@ -241,13 +243,8 @@ class _Tokenizer:
     def __init__(self, description: str) -> None:
         self._fast: Any = None
         if description != "bytes":
-            try:
-                from tokenizers import Tokenizer
-            except ImportError as error:
-                raise RuntimeError(
-                    "the model's tokenizer needs the package tokenizers: pip install tokenizers"
-                ) from error
-            self._fast = Tokenizer.from_str(description)
+            missing = "the model's tokenizer needs the package tokenizers: pip install tokenizers"
+            self._fast = import_optional("tokenizers", missing).Tokenizer.from_str(description)
 
     def encode(self, text: str, starts: bool) -> list[int]:
         if self._fast is None:

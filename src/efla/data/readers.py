@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from efla.data.files import COMPRESSED, decompress, json_lines, named_damage
+from efla.errors import import_optional
 
 HUB = "hf:"
 KINDS = {
@@ -69,13 +70,10 @@ def read_hub(source: str, column: str = "text", skip: int = 0) -> Iterator[str]:
     hf:owner/name:config     another configuration
     hf:owner/name@split      another split
     """
-    try:
-        from datasets import load_dataset
-    except ImportError:
-        raise RuntimeError(f"reading {source} needs the package datasets: pip install 'efla[train]'") from None
+    datasets = import_optional("datasets", f"reading {source} needs the package datasets: pip install 'efla[train]'")
     name, _, split = source.removeprefix(HUB).partition("@")
     name, _, config = name.partition(":")
-    rows: Any = load_dataset(name, config or None, split=split or "train", streaming=True)
+    rows = datasets.load_dataset(name, config or None, split=split or "train", streaming=True)
     for row in rows.skip(skip) if skip else rows:
         yield _text_of(row, column, source)
 
@@ -110,10 +108,7 @@ def _text_of(row: Any, column: str, label: str) -> str:
 
 
 def _table(label: str, stream: IO[bytes], column: str) -> Iterator[str]:
-    try:
-        import pyarrow.parquet as parquet
-    except ImportError:
-        raise RuntimeError("reading Parquet needs pyarrow: pip install 'efla[train]'") from None
+    parquet = import_optional("pyarrow.parquet", "reading Parquet needs pyarrow: pip install 'efla[train]'")
     # Members of an archive that is read as a stream cannot seek, and fail when asked whether they can.
     can_seek = not isinstance(stream, tarfile.ExFileObject) and stream.seekable()
     source = stream if can_seek else io.BytesIO(stream.read())

@@ -8,6 +8,8 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from efla.errors import import_optional
+
 MISTRAL_PIECES = 32_000
 
 
@@ -72,10 +74,7 @@ class MistralTokenizer:
     bos_token = 1
 
     def __init__(self) -> None:
-        try:
-            import sentencepiece
-        except ImportError:
-            raise RuntimeError(_MISTRAL_MISSING) from None
+        sentencepiece = import_optional("sentencepiece", _MISTRAL_MISSING)
         self.model = _mistral_file().read_bytes()
         self.processor: Any = sentencepiece.SentencePieceProcessor(model_proto=self.model)
         if self.processor.vocab_size() != MISTRAL_PIECES or self.processor.bos_id() != self.bos_token:

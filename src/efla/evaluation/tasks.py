@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from efla.data.files import find_file, json_lines, named_damage, read_unpacked
-from efla.errors import check_names, unknown_name
+from efla.errors import check_names, import_optional, unknown_name
 from efla.runs.records import Record
 
 
@@ -33,10 +33,7 @@ class TaskSource:
 
 def require_lm_eval() -> None:
     """Raise an error that says what to install if lm-evaluation-harness is missing."""
-    try:
-        import lm_eval  # noqa: F401
-    except ImportError:
-        raise RuntimeError("evaluation needs lm-evaluation-harness: pip install 'efla[eval]'") from None
+    import_optional("lm_eval", "evaluation needs lm-evaluation-harness: pip install 'efla[eval]'")
 
 
 def expand(names: Sequence[str]) -> list[str]:

@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import IO, Any
 
+from efla.errors import import_optional
 from efla.experiments import registry
 from efla.experiments.experiment import Cell, Event, Experiment, Report, execute
 from efla.native import keep_freed_memory
@@ -150,10 +151,7 @@ Messages = queue.Queue[tuple[_Worker, Record | None]]
 
 def run_on_ray(experiment: Experiment[Any], cells: Sequence[Cell], workers: int, threads: int, emit: Emit) -> None:
     """Run the cells as Ray tasks of ``threads`` processors each, on the cluster of ``RAY_ADDRESS`` or else a local one."""
-    try:
-        import ray  # type: ignore[import-not-found, unused-ignore]
-    except ImportError:
-        raise RuntimeError("--executor ray needs the package ray: pip install 'efla[ray]'") from None
+    ray = import_optional("ray", "--executor ray needs the package ray: pip install 'efla[ray]'")
     started_here = not ray.is_initialized()
     if started_here:
         local: dict[str, Any] = {} if os.environ.get("RAY_ADDRESS") else {"num_cpus": workers * threads}

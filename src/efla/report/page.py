@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import efla
-from efla.errors import check_names
+from efla.errors import check_names, import_optional
 from efla.evaluation import section as evaluation
 from efla.experiments import registry
 from efla.report import front
@@ -81,10 +81,7 @@ def claims_page(sections: Sequence[Section]) -> str:
 
 def _render(template: str, **values: Any) -> str:
     """Fill a template of this folder; values in HTML are escaped."""
-    try:
-        import jinja2
-    except ImportError:
-        raise RuntimeError("the report needs jinja2: pip install 'efla[experiments]'") from None
+    jinja2 = import_optional("jinja2", "the report needs jinja2: pip install 'efla[experiments]'")
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(_HERE), autoescape=template.endswith(".html"), trim_blocks=True,
         lstrip_blocks=True, undefined=jinja2.StrictUndefined,

