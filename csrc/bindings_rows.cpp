@@ -148,8 +148,10 @@ struct MixerInputs {
       p.q_weight = q_conv.dense({keys, 1, p.conv_width}, dtype),
       p.k_weight = k_conv.dense({keys, 1, p.conv_width}, dtype);
       p.v_weight = v_conv.dense({values, 1, p.conv_width}, dtype);
-      p.conv_state = conv_state.writable({p.batch, p.conv_channels, p.conv_width - 1}, dtype);
-      check(k_conv && v_conv && conv_state, "the convolutions of q, k and v belong together");
+      p.conv_kept = int(conv_state.dimensions(3).size(2));
+      check(p.conv_kept == p.conv_width - 1 || p.conv_kept == p.conv_width, "conv_state must hold W - 1 or W inputs");
+      p.conv_state = conv_state.writable({p.batch, p.conv_channels, p.conv_kept}, dtype);
+      check(k_conv && v_conv, "the convolutions of q, k and v belong together");
     }
     p.A_log = A_log.dense({p.value_heads}, dtype), p.dt_bias = dt_bias.dense({p.value_heads}, dtype);
     p.norm_weight = norm.dimensions(1).dense({p.V}, dtype);
@@ -211,7 +213,7 @@ void mamba2_step(nb::handle projected, nb::handle conv_weight, nb::handle conv_b
   check(p.key_heads >= 1 && shared == 2 * p.key_heads * p.K && p.value_heads % p.key_heads == 0,
         "projected must hold z, x, B, C and dt of the memory's heads");
   const int64_t keys = p.key_heads * p.K;
-  p.conv_width = int(weight.dimensions(3).size(2)), p.conv_channels = values + 2 * keys;
+  p.conv_width = int(weight.dimensions(3).size(2)), p.conv_kept = p.conv_width - 1, p.conv_channels = values + 2 * keys;
   MixerInputs::check_conv_width(p.conv_width);
   const efla::Strided all = tp.rows({p.batch, 1, 2 * values + 2 * keys + p.value_heads}, p.dtype);
   const int64_t size = p.dtype == Dtype::float64 ? 8 : 4;

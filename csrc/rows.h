@@ -93,13 +93,14 @@ struct MixerStep {
   int64_t batch = 0, key_heads = 0, value_heads = 0;
   int K = 0, V = 0;
   int conv_width = 0;                                   // 0: no convolution
+  int conv_kept = 0;                                    // inputs in conv_state: W - 1, or W as transformers keeps
   int64_t conv_channels = 0;                            // 2 Hk K + Hv V
   int64_t q_channel = 0, k_channel = 0, v_channel = 0;  // where each begins in conv_state
   Strided q, k, v;
   Strided b, a, g;  // of beta, the forget gate and the output gate; each may be null
   const void *q_weight = nullptr, *k_weight = nullptr, *v_weight = nullptr;  // [C, W]
   const void *q_bias = nullptr, *k_bias = nullptr, *v_bias = nullptr;        // [C], or null
-  void* conv_state = nullptr;                                                // [B, conv_channels, W - 1], updated
+  void* conv_state = nullptr;                                                // [B, conv_channels, conv_kept], updated
   void* memory = nullptr;                                                    // [B, Hv, K, V], updated
   const void *A_log = nullptr, *dt_bias = nullptr;  // [Hv]; null: the gate is logsigmoid(a) / 16
   const void* D = nullptr;                          // [Hv]; not null: a Mamba-2 layer, in float32 or float64

@@ -37,19 +37,19 @@ void convolve(const MixerStep& p, const Strided& x, const void* weight, const vo
   using T = Compute<E>;
   const E* input = static_cast<const E*>(x.data) + batch * x.batch + first;
   load_row(input, count, to, padded);
-  const int W = p.conv_width, past = W - 1;
+  const int W = p.conv_width, past = W - 1, kept = p.conv_kept;
   if (W) {
     alignas(64) T w[kMaxWidth * kMaxConvWidth], s[kMaxWidth * kMaxConvWidth];
-    E* state = static_cast<E*>(p.conv_state) + (batch * p.conv_channels + offset + first) * past;
+    E* state = static_cast<E*>(p.conv_state) + (batch * p.conv_channels + offset + first) * kept;
     load_row(static_cast<const E*>(weight) + first * W, count * W, w, round_up(count * W, 16));
-    load_row(state, count * past, s, round_up(count * past, 16));
+    load_row(state, count * kept, s, round_up(count * kept, 16));
     for (int c = 0; c < count; ++c) {
       T z = 0;
-      for (int i = 0; i < past; ++i) z += w[c * W + i] * s[c * past + i];
+      for (int i = 0; i < past; ++i) z += w[c * W + i] * s[(c + 1) * kept - past + i];
       to[c] = z + w[c * W + past] * to[c];
       if (bias) to[c] += element<E>(bias, first + c);
-      for (int i = 0; i + 1 < past; ++i) state[c * past + i] = state[c * past + i + 1];
-      state[c * past + past - 1] = input[c];
+      for (int i = 0; i + 1 < kept; ++i) state[c * kept + i] = state[c * kept + i + 1];
+      state[(c + 1) * kept - 1] = input[c];
     }
   }
   for (int c = 0; c < padded; c += kLanes<T>) {

@@ -98,12 +98,17 @@ def test_same_logits_and_same_tokens(family):
 
 @pytest.mark.skipif(kernels is None, reason="the kernels were not built")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["float32", "float64"])
+@pytest.mark.parametrize(("family", "kernel"), [("qwen3_5", "block_step"), ("qwen3_5_moe", "mixer_step")])
 @torch.no_grad()
-def test_a_cached_token_of_qwen35_is_one_kernel_between_the_products(dtype, monkeypatch):
-    steps = []
-    step = native.step_in_place
-    monkeypatch.setattr(native, "step_in_place", lambda *args: (steps.append(args[0]), step(*args))[1])
-    model = small_model("qwen3_5").to(dtype)
+def test_a_cached_token_is_one_kernel_for_a_layer_and_with_experts_between_the_products(
+    family, kernel, dtype, monkeypatch
+):
+    steps, step = [], native.step_in_place
+    monkeypatch.setattr(native, "step_in_place", lambda *args: step(*args) and (steps.append(args[0]) or True))
+    model = small_model(family).to(dtype)
+    for name, parameter in model.named_parameters():
+        if "norm" in name:
+            parameter.add_(torch.randn_like(parameter) / 8)
     ids = torch.randint(3, 97, (2, 20), generator=torch.Generator().manual_seed(1))
     states = []
     for accelerated in (False, True):
@@ -113,9 +118,98 @@ def test_a_cached_token_of_qwen35_is_one_kernel_between_the_products(dtype, monk
             logits.append(model(ids[:, :3], past_key_values=cache).logits)  # goes on from the states
         kept = [x for layer in cache.layers[:3] for x in (layer.conv_states[0], layer.recurrent_states[0])]
         states.append([*logits, *kept])
-        assert steps == ["mixer_step"] * (8 * 3 if accelerated else 0)
+        # transformers' state is float32, which the kernels do not take beside float64
+        assert steps == [kernel] * (8 * 3 if accelerated and dtype == torch.float32 else 0)
     for plain, fast in zip(*states, strict=True):
         torch.testing.assert_close(fast, plain, rtol=1e-4, atol=1e-4 if dtype == torch.float32 else 1e-6)
+
+
+class Doubled(nn.Module):
+    """What an adapter does to a linear map: another class with the map inside."""
+
+    def __init__(self, linear):
+        super().__init__()
+        self.linear = linear
+
+    def forward(self, x):
+        return 2 * self.linear(x)
+
+
+def negate(module, inputs, output):
+    return -output
+
+
+def double(parameter):
+    parameter.mul_(2)
+
+
+# A change of the model, and how many of the three layers with the rule still run as one kernel.
+CHANGES = {
+    "a weight": (lambda layer: double(layer.mlp.up_proj.weight), 3),
+    "a norm's weight": (lambda layer: double(layer.input_layernorm.weight.add_(1)), 3),
+    "an adapter": (lambda layer: setattr(layer.mlp, "up_proj", Doubled(layer.mlp.up_proj)), 2),
+    "an adapter in the mixer": (
+        lambda layer: setattr(layer.linear_attn, "in_proj_a", Doubled(layer.linear_attn.in_proj_a)),
+        2,
+    ),
+    "a hook on the mixer": (lambda layer: layer.linear_attn.register_forward_hook(negate), 2),
+    "a hook on the norm": (lambda layer: layer.post_attention_layernorm.register_forward_hook(negate), 2),
+    "a hook on the layer": (lambda layer: layer.register_forward_hook(negate), 3),
+    "another activation": (lambda layer: setattr(layer.mlp, "act_fn", nn.GELU()), 2),
+    "another forward": (lambda layer: setattr(layer.mlp, "forward", torch.neg), 2),
+    "a bias": (lambda layer: setattr(layer.mlp.up_proj, "bias", nn.Parameter(torch.ones(96))), 2),
+}
+
+
+@pytest.mark.skipif(kernels is None, reason="the kernels were not built")
+@pytest.mark.parametrize(("change", "num_whole"), CHANGES.values(), ids=CHANGES)
+@torch.no_grad()
+def test_a_model_changed_between_two_tokens_runs_as_it_is(change, num_whole, monkeypatch):
+    ids = torch.randint(3, 97, (2, 14), generator=torch.Generator().manual_seed(1))
+    steps, step, logits = [], native.step_in_place, []
+    monkeypatch.setattr(native, "step_in_place", lambda *args: step(*args) and (steps.append(args[0]) or True))
+    for accelerated in (False, True):
+        model = small_model("qwen3_5")
+        with accelerate_cpu() if accelerated else warnings.catch_warnings():
+            cache = model(ids[:, :12], use_cache=True).past_key_values
+            logits.append([model(ids[:, 12:13], past_key_values=cache).logits])
+            change(model.model.layers[1])
+            steps.clear()
+            logits[-1].append(model(ids[:, 13:], past_key_values=cache).logits)
+    assert steps.count("block_step") == num_whole
+    for plain, fast in zip(*logits, strict=True):
+        torch.testing.assert_close(fast, plain, rtol=1e-4, atol=1e-4)
+
+
+@torch.no_grad()
+def test_a_cached_token_in_bfloat16_is_as_near_to_float64_as_transformers():
+    ids = torch.randint(3, 97, (2, 20), generator=torch.Generator().manual_seed(1))
+
+    def decoded(dtype):
+        model = small_model("qwen3_5").bfloat16().to(dtype)
+        cache = model(ids[:, :12], use_cache=True).past_key_values
+        return torch.cat([model(ids[:, t : t + 1], past_key_values=cache).logits for t in range(12, 20)]).double()
+
+    exact, plain = decoded(torch.float64), decoded(torch.bfloat16)
+    with accelerate_cpu():
+        fast = decoded(torch.bfloat16)
+    assert float((fast - exact).abs().max()) <= 2 * float((plain - exact).abs().max())
+
+
+@torch.no_grad()
+def test_hidden_states_and_left_padding_of_generated_tokens_are_the_same():
+    model = small_model("qwen3_5")
+    ids = torch.randint(3, 97, (2, 30), generator=torch.Generator().manual_seed(1))
+    mask = torch.ones_like(ids)
+    mask[0, :9] = 0
+    options = {"attention_mask": mask, "max_new_tokens": 6, "do_sample": False, "return_dict_in_generate": True}
+    plain = model.generate(ids, output_hidden_states=True, **options)
+    with accelerate_cpu():
+        fast = model.generate(ids, output_hidden_states=True, **options)
+    assert torch.equal(fast.sequences, plain.sequences)
+    for step, other in zip(fast.hidden_states, plain.hidden_states, strict=True):
+        for x, y in zip(step, other, strict=True):
+            torch.testing.assert_close(x, y, rtol=1e-4, atol=1e-4)
 
 
 def test_gradients_are_the_same():

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from transformers.activations import ACT2FN, SiLUActivation
 
 from efla import rules
+from efla.layers.attention import DecodingStep
 from efla.layers.blocks import SwiGLU
 from efla.layers.linear import apply_linear, is_plain, plain_weights
 from efla.native import rows
@@ -138,7 +139,7 @@ def rms_norm(self: Any, hidden_states: Tensor) -> Tensor:
 
 
 def rms_norm_zero_centered(self: Any, x: Tensor) -> Tensor:
-    return rows.rms_norm(x, 1.0 + self.weight.to(rows.wider(x)), self.eps)
+    return rows.rms_norm(x, _zero_centered(self.weight, x), self.eps)
 
 
 def rms_norm_gated(self: Any, hidden_states: Tensor, gate: Tensor) -> Tensor:
@@ -154,6 +155,11 @@ def swiglu_mlp(self: Any, x: Tensor) -> Tensor:
     return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))  # type: ignore[no-any-return]
 
 
+def runs(module: nn.Module, kernel: Callable[..., Any]) -> bool:
+    """Whether calling the module runs this function of ours, put in place of its class's forward, and nothing else."""
+    return getattr(type(module).forward, "__efla_kernel__", None) is kernel and is_plain(module, type(module))
+
+
 def with_decoding(original: Callable[..., Any]) -> Callable[..., Any]:
     """A token after a cached state by one kernel between the products; everything else by the original."""
 
@@ -166,36 +172,100 @@ def with_decoding(original: Callable[..., Any]) -> Callable[..., Any]:
                 return y
         return original(self, hidden_states, cache_params=cache_params, attention_mask=attention_mask, **kwargs)
 
+    forward.__efla_kernel__ = with_decoding  # type: ignore[attr-defined]
     return forward
 
 
+def with_layer_decoding(original: Callable[..., Any]) -> Callable[..., Any]:
+    """A token after a cached state by one kernel for the whole layer; everything else by the original."""
+
+    def forward(self: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        cache = kwargs.get("past_key_values")
+        is_masked = any(kwargs.get(name) is not None for name in ("attention_mask", "cu_seq_lens_q"))
+        if hidden_states.shape[1] == 1 and cache is not None and not is_masked and "linear_attn" in self._modules:
+            y = _decode_layer(self, hidden_states, cache)
+            if y is not None:
+                return y
+        return original(self, hidden_states, *args, **kwargs)
+
+    return forward
+
+
+_INPUTS = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
+
+
 def _decode(self: Any, x: Tensor, cache: Any) -> Tensor | None:
-    """The output [B, 1, d] of a layer with Qwen3.5's parameters; ``None`` where the kernels do not apply."""
-    conv_state, memory = cache.get_conv_state(self.layer_idx), cache.get_recurrent_state(self.layer_idx)
-    maps = [getattr(self, name, None) for name in ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj")]
-    weights = None if memory is None or None in maps else plain_weights(maps, x.dtype)
-    if (
-        weights is None
-        or getattr(cache.layers[self.layer_idx], "record_past", False)
-        or not (is_plain(self.conv1d, nn.Conv1d) and is_plain(self.norm, type(self.norm)))
-        or self.conv1d.bias is not None
-        or {self.activation, self.norm.activation} - {"silu", "swish"}
-        or not rows.kernels_take(conv_state, memory, self.conv1d.weight, self.A_log, self.dt_bias, self.norm.weight)
-    ):
-        return None
-    projected = rows.products(x, cast(list[Tensor], weights[:4]))
-    if projected is None:
+    """The output [B, 1, d] of a mixer with Qwen3.5's parameters; ``None`` where the kernels do not apply."""
+    step = _decoding_step(self, x, cache)
+    weights = None if step is None else plain_weights([self._modules[name] for name in _INPUTS], x.dtype)
+    projected = None if weights is None else rows.products(x, cast(list[Tensor], weights))
+    if step is None or projected is None:
         return None
     qkv, z, b, a = projected
-    widths = (self.key_dim, self.key_dim, self.value_dim)
-    past, y = conv_state[..., 1:].contiguous(), torch.empty_like(z)
-    done = native.step_in_place(
-        "mixer_step", (memory,), *qkv.split(widths, -1), b, a, z, *self.conv1d.weight.split(widths), past, memory,
-        self.A_log, self.dt_bias, self.norm.weight, y, native.rule_code(rules.get("gated_delta")), True,
-        self.head_k_dim**-0.5, 1.0, self.norm.variance_epsilon,
-    )  # fmt: skip
-    if not done:
+    y = torch.empty_like(z)
+    inputs = (*qkv.split(_widths(self), -1), b, a, z)
+    done = native.step_in_place("mixer_step", step.states, *inputs, *step.tensors, y, *step.settings)
+    return apply_linear(y, self.out_proj) if done else None
+
+
+def _decode_layer(self: Any, x: Tensor, cache: Any) -> Tensor | None:
+    """The output [B, 1, d] of a layer of Qwen3.5 with both residuals; ``None`` where the kernel does not apply.
+
+    It reads the modules and their parameters at each call, so it sees them as they are.
+    """
+    mixer, mlp = self.linear_attn, self.mlp
+    norms = self.input_layernorm, self.post_attention_layernorm
+    if (
+        not (runs(mixer, with_decoding) and runs(mlp, swiglu_mlp) and _is_silu(mlp.act_fn))
+        or not all(runs(norm, rms_norm_zero_centered) for norm in norms)
+        or x.shape[0] > rows.MAX_PRODUCT_ROWS
+    ):
         return None
-    conv_state[..., 0] = conv_state[..., 1]  # transformers keeps one input more than the convolution reads
-    conv_state[..., 1:] = past
-    return apply_linear(y, self.out_proj)
+    step = _decoding_step(mixer, x, cache)
+    maps = [mixer._modules[name] for name in (*_INPUTS, "out_proj")]
+    weights = plain_weights([*maps, mlp.gate_proj, mlp.up_proj, mlp.down_proj], x.dtype)
+    if step is None or weights is None:
+        return None
+    qkv, z, b, a, out, *mlp_weights = cast(list[Tensor], weights)
+    gains = [_zero_centered(norm.weight, x) for norm in norms]
+    y = torch.empty_like(x)
+    done = native.step_in_place(
+        "block_step", step.states, x, gains[0], *qkv.split(_widths(mixer)), b, a, z, out, gains[1], *mlp_weights,
+        *step.tensors, y, *step.settings, *(norm.eps for norm in norms),
+    )  # fmt: skip
+    return y if done else None
+
+
+def _decoding_step(mixer: Any, x: Tensor, cache: Any) -> DecodingStep | None:
+    """What the decoding kernels take beside x [B, 1, d] and the products' weights; ``None`` where they do not apply."""
+    conv_state, memory = cache.get_conv_state(mixer.layer_idx), cache.get_recurrent_state(mixer.layer_idx)
+    conv, norm = mixer.conv1d, mixer.norm
+    if (
+        memory is None
+        or conv_state is None
+        or torch.is_grad_enabled()
+        or torch.is_autocast_enabled("cpu")
+        or getattr(cache.layers[mixer.layer_idx], "record_past", False)
+        or not (is_plain(conv, nn.Conv1d) and runs(norm, rms_norm_gated))
+        or conv.bias is not None
+        or {mixer.activation, norm.activation} - {"silu", "swish"}
+    ):
+        return None
+    tensors = (conv_state, memory, mixer.A_log, mixer.dt_bias, norm.weight)
+    if not rows.kernels_take(x, conv.weight, *tensors):
+        return None
+    settings = (native.rule_code(rules.get("gated_delta")), True, mixer.head_k_dim**-0.5, 1.0, norm.variance_epsilon)
+    return DecodingStep((*conv.weight.split(_widths(mixer)), *tensors), settings)
+
+
+def _widths(mixer: Any) -> tuple[int, int, int]:
+    """Of q, k and v."""
+    return mixer.key_dim, mixer.key_dim, mixer.value_dim
+
+
+def _is_silu(module: nn.Module) -> bool:
+    return is_plain(module, nn.SiLU) or is_plain(module, SiLUActivation)
+
+
+def _zero_centered(weight: Tensor, x: Tensor) -> Tensor:
+    return 1.0 + weight.to(rows.wider(x))

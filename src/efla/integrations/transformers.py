@@ -37,6 +37,7 @@ from efla.integrations.gated_delta import (
     runs_here,
     swiglu_mlp,
     with_decoding,
+    with_layer_decoding,
 )
 from efla.models.inputs import boundaries_of_positions, boundaries_of_starts, find_packing, positions_of_packed
 from efla.scans.validation import checks_values
@@ -166,6 +167,8 @@ def _replacements() -> list[tuple[ModuleType | type, str, Callable[[Callable[...
                 found.append((owner, "forward", functools.partial(_call_on_cpu, method)))
             elif {"in_proj_qkv", "causal_conv1d_update"} <= _names_used(owner) <= _GATED_DELTA_NET:
                 found.append((owner, "forward", with_decoding))
+            elif _names_used(owner) == _DECODER_LAYER:
+                found.append((owner, "forward", with_layer_decoding))
         found += [(model, "forward", _with_packing) for model in _text_models(module)]
     return found
 
@@ -202,6 +205,7 @@ def _call_on_cpu(method: Callable[..., Any], original: Callable[..., Any]) -> Ca
     def forward(self: nn.Module, x: Tensor, *args: Tensor, **kwargs: Tensor) -> Any:
         return (method if runs_here(x) else original)(self, x, *args, **kwargs)
 
+    forward.__efla_kernel__ = method  # type: ignore[attr-defined]
     return forward
 
 
@@ -217,6 +221,9 @@ _LAYERS: dict[frozenset[str], Callable[..., Any]] = {
     frozenset(["_norm", "float", "weight", "type_as", "torch", "rsqrt", "pow", "mean", "eps"]): rms_norm_zero_centered,
     frozenset(["gate_proj", "up_proj", "down_proj", "act_fn"]): swiglu_mlp,
 }
+_DECODER_LAYER = frozenset([
+    "block_type", "input_layernorm", "linear_attn", "mlp", "post_attention_layernorm", "self_attn",
+])  # fmt: skip
 _GATED_DELTA_NET = frozenset({
     "A_log", "F", "activation", "apply_mask_to_padding_states", "bias", "causal_conv1d_fn", "causal_conv1d_update",
     "conv1d", "conv_kernel_size", "dt_bias", "exp", "float", "get_conv_state", "get_recurrent_state", "head_k_dim",
