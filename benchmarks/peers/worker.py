@@ -32,7 +32,7 @@ def serve(driver: str, threads: int) -> None:
         spec.loader.exec_module(module)
     except (ImportError, OSError, RuntimeError) as error:
         return answer(refused=f"{error}")
-    answer(version=module.VERSION, work=module.WORK)
+    answer(version=module.VERSION, work=module.WORK, worst_error=getattr(module, "WORST_ERROR", None))
     call = None
     for line in sys.stdin:
         command = json.loads(line)

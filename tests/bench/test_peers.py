@@ -48,7 +48,8 @@ def test_a_missing_or_nonfinite_result_has_an_infinite_error():
     assert peers.error_of({**want, "o": np.ones((1, 3))}, want) == np.inf
 
 
-def test_a_peer_that_cannot_run_says_why():
+def test_a_peer_that_cannot_run_says_why(monkeypatch, tmp_path):
+    monkeypatch.setattr(peers, "ENVIRONMENTS", tmp_path)  # where it may be installed
     worker = peers.Worker("vllm", 1)
     worker.close()
     assert "vLLM's CPU kernels" in worker.refused
