@@ -68,8 +68,11 @@ def test_no_bound_kernel_takes_a_tensor_that_does_not_fit(name):
     assert {n for n in dir(kernels) if n.endswith(("forward", "backward", "step", "products"))} == set(KERNELS)
     arguments = KERNELS[name](Sizes())
     getattr(kernels, name)(*arguments)
+    conv_state = {"mixer_step": (9,), "block_step": (16,)}.get(name)
     for place, x in places_of(arguments).items():
         for wrong in misfits(x, any_strides=name in ("forward", "backward") and place in ((6,), (7,))):
+            if place == conv_state and getattr(wrong, "shape", None) == (*x.shape[:2], x.shape[2] + 1):
+                continue  # W inputs, as transformers keeps them, fit as well
             with pytest.raises((ValueError, TypeError)):
                 getattr(kernels, name)(*replaced(arguments, place, wrong))
 
