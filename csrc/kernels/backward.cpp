@@ -216,6 +216,7 @@ inline void backward_head(const Outputs<E>& out, const BackwardScratch<Compute<E
                            s.scalars.decay + t,
                            s.scalars.erase + t,
                            s.scalars.write + t,
+                           s.keys.lam + t,
                            s.states + (t / kBlock) * state_size,
                            dS,
                            padded_K,

@@ -66,7 +66,7 @@ template <class T> struct BlockScratch {
 // Inputs of a block: rows of stride kRow, scalars of its 16 tokens, states in panels.
 template <class T> struct BlockInput {
   const T *k, *q, *v, *d_o, *x;
-  const T *decay, *erase, *write;
+  const T *decay, *erase, *write, *lam;
   const T* S0;
   T* dS;  // in: dS', out: dS0
   int padded_K, panels;
@@ -290,11 +290,20 @@ template <class T> inline void block_decay_gradient(const BlockInput<T>& in, con
   }
 }
 
+// Whether the block's scalars are far from denormal numbers themselves, so that only products of decays lead there.
+template <class T> inline bool has_usual_scalars(const BlockInput<T>& in) {
+  const auto is_usual = [](T x) { return x == 0 || (x > T(0x1p-24) && x < T(0x1p24)); };
+  for (int i = 0; i < kBlock; ++i)
+    if (!is_usual(in.erase[i]) || !is_usual(in.write[i]) || !is_usual(in.lam[i])) return false;
+  return true;
+}
+
 // The whole block.
 template <class T> inline void block_backward(const BlockInput<T>& in, const BlockScratch<T>& s) {
   const int padded_V = in.panels * kPanel, terms = kTerms<T>;
-  block_matrices<T>(in, s);
   const bool strong = in.decays && may_flush(in.decay, kBlock);
+  const FlushDenormals flush_all(strong && has_usual_scalars(in));
+  block_matrices<T>(in, s);
   {
     const FlushDenormals flush(strong);
     for_slices<T>(padded_V, [&]<int N>(int c) { solve_slice<T, N>(in, s, c, *in.prefetcher); });
