@@ -56,6 +56,13 @@ template <bool whole, class E> EFLA_INLINE void store_slice(E* p, int n, int cou
   }
 }
 
+// a * b + c, fused if the instruction set can, whatever branches are around it: the compiler fuses only what it leaves in one
+// basic block. `straight`: there are none, and it needs no help.
+template <bool straight, class V> EFLA_INLINE V fused(V a, V b, V c) {
+  if constexpr (straight) return c + a * b;
+  return rounded(c + rounded(a) * b);
+}
+
 // One token on a slice of N vectors. With `starts` there is a state `from`, which may equal `to`; `to` is null if no state is
 // wanted. The rows are written in reverse: those read last are still in L1. With `next`, each row that is read or written
 // prefetches half as many bytes as it has.
@@ -74,22 +81,22 @@ EFLA_INLINE void decode_columns(const DecodeTokens<Compute<E>>& d, int slot, int
     const Vec<T> kj = splat<T>(k[j]), qj = splat<T>(q[j]);
     EFLA_UNROLL_FOR (int n = 0; n < N; ++n) {
       const Vec<T> s = load_slice<whole>(from + j * V, n, count);
-      ks[n] += kj * s;
-      qs[n] += qj * s;
+      ks[n] = fused<whole>(kj, s, ks[n]);
+      qs[n] = fused<whole>(qj, s, qs[n]);
     }
     if (next) prefetch_row();
   }
   const T a = d.decay[slot], write = d.write[slot], erase = a * d.erase[slot], qk = d.qk[slot];
   EFLA_UNROLL_FOR (int n = 0; n < N; ++n) {
-    u[n] = rounded(write * load_slice<whole>(v, n, count)) - erase * ks[n];
-    store_slice<whole>(o, n, count, scale * (rounded(a * qs[n]) + qk * u[n]));
+    u[n] = fused<false>(splat<T>(-erase), ks[n], rounded(write * load_slice<whole>(v, n, count)));
+    store_slice<whole>(o, n, count, scale * fused<false>(splat<T>(qk), u[n], rounded(a * qs[n])));
   }
   for (int j = K - 1; to && j >= 0; --j) {
     const Vec<T> kj = splat<T>(k[j]);
     EFLA_UNROLL_FOR (int n = 0; n < N; ++n) {
       Vec<T> s{};
       if constexpr (starts) s = rounded(load_slice<whole>(from + j * V, n, count) * a);
-      store_slice<whole>(to + j * V, n, count, s + kj * u[n]);
+      store_slice<whole>(to + j * V, n, count, fused<whole>(kj, u[n], s));
     }
     if (next) prefetch_row();
   }

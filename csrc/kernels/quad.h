@@ -153,9 +153,10 @@ EFLA_INLINE void read_quad(const KeyTile<Compute<E>>& keys, const ScalarTile<Com
       EFLA_UNROLL_FOR (int j = 0; j <= i; ++j) out += s.qk[i - j][t + i] * u[j][n];
       if constexpr (whole) {
         store_elements(o + i * o_stride + n * kLanes<T>, out);
-      } else if (i < tokens && left > 0) {
-        store_some(o + i * o_stride + n * kLanes<T>, out, left);
+        continue;
       }
+      out = rounded(out);  // outside the branch, so that product and sum are fused as in a whole quad
+      if (i < tokens && left > 0) store_some(o + i * o_stride + n * kLanes<T>, out, left);
     }
   }
 }

@@ -18,7 +18,7 @@ from efla.scans.backends import native
 from efla.scans.operators import scan_op
 from efla.testing import assert_batch_invariant, make_inputs, run
 from tests.fresh import run_fresh
-from tests.scans.cases import RULES, assert_all_match
+from tests.scans.cases import RULES, assert_all_match, contender
 
 pytestmark = pytest.mark.skipif(native.unavailable() is not None, reason=f"backend 'native' {native.unavailable()}")
 
@@ -62,9 +62,15 @@ def test_widths_up_to_256(width):
     assert_all_match(make_inputs("efla", key_dim=32, value_dim=width, **shape))
 
 
+@pytest.fixture(params=LEVELS)
+def simd_level(request):
+    with contender(f"native-{request.param}"):
+        yield request.param
+
+
 @pytest.mark.parametrize("heads", [1, 3])
 @pytest.mark.parametrize("packed", [None, [1, 200, 30]], ids=["dense", "packed"])
-def test_results_are_bit_identical_whatever_the_number_of_threads(heads, packed):
+def test_results_are_bit_identical_whatever_the_number_of_threads(heads, packed, simd_level):
     shape = {"key_heads": heads, "value_heads": 2 * heads, "key_dim": 64, "value_dim": 96}
     inputs = make_inputs("gated_efla", length=150, packed=packed, initial_state=True, **shape)
     results = []
@@ -76,11 +82,27 @@ def test_results_are_bit_identical_whatever_the_number_of_threads(heads, packed)
             assert torch.equal(other[name], expected), name
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["f32", "bf16"])
+@pytest.mark.parametrize("value_dim", [40, 64, 80])
+@pytest.mark.parametrize("length", [1, 4, 9])
+def test_a_column_has_the_same_bits_in_a_whole_slice_and_in_a_part(length, value_dim, dtype, simd_level):
+    """With few heads every thread takes other columns, and so other slices of the same state."""
+    shape = {"batch": 1, "key_heads": 1, "value_heads": 1, "key_dim": 17, "value_dim": value_dim}
+    for seed in range(4):
+        inputs = make_inputs("gated_delta", length=length, initial_state=True, dtype=dtype, seed=seed, **shape)
+        results = []
+        for threads in (1, 3):
+            torch.set_num_threads(threads)
+            results.append(inputs.call("native"))
+        (o, state), (other_o, other_state) = results
+        assert torch.equal(o, other_o) and torch.equal(state, other_state)
+
+
 @pytest.mark.parametrize(
     "dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=["f64", "f32", "bf16", "f16"]
 )
 @pytest.mark.parametrize("rule", RULES)
-def test_what_runs_beside_a_sequence_does_not_change_its_bits(rule, dtype):
+def test_what_runs_beside_a_sequence_does_not_change_its_bits(rule, dtype, simd_level):
     assert_batch_invariant(rule, "native", dtype)
 
 
