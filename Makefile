@@ -161,7 +161,7 @@ lint: setup
 
 bench: setup
 	$(BIN)/efla bench models --output benchmarks/results/models.json
-	$(BIN)/efla bench scan --output benchmarks/results/scan-$(ISA).json --plot docs/figures/cost_against_length.svg
+	$(BIN)/efla bench scan --output benchmarks/results/scan-$(ISA).json
 
 # Other projects' gated delta rule beside ours, each in an environment of its own; nothing of theirs is kept. About ten minutes, of
 # which ggml compiles for two. One part: make bench-peers PEERS='--work decoding --threads 1'.

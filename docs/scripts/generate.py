@@ -125,6 +125,20 @@ def peers_table(folder: Path = ROOT / "benchmarks/results") -> str:
     return "\n\n".join(parts) or "Not measured yet."
 
 
+def speed_figures(folder: Path = ROOT / "benchmarks/results") -> list[Any]:
+    """Cost against length, and its growth, from ``scan-avx512.json``."""
+    from efla.bench.section import growth_figure, lengths_figure
+    from efla.runs.timing import Measurement
+
+    record = json.loads((folder / "scan-avx512.json").read_text())
+    fields = Measurement.__dataclass_fields__
+    rows = [Measurement(**{name: value for name, value in row.items() if name in fields}) for row in record["rows"]]
+    machine = f"{record['machine']}, {_threads(record['threads'])}"
+    return [
+        draw(rows, name, machine) for draw, name in ((lengths_figure, "cost_against_length"), (growth_figure, "growth"))
+    ]
+
+
 def runtimes_table(folder: Path = ROOT / "benchmarks/results") -> str:
     """Tokens per second, size and held-out loss, a row per model, runtime and number of threads of ``runtimes-*.json``."""
     lines = [["model", "runtime", "threads", "tokens/s", "file", "held-out loss", "torch's tokens"], ["---"] * 7]
@@ -391,6 +405,8 @@ def main() -> None:
     for name, charts in (("robustness", figure.charts), ("robustness-narrow", figure.charts[:1])):
         save(Figure(name, figure.title, figure.note, charts), ROOT / "docs/figures", ("svg",))
     save_forest(by_unit(claim_lines(sections)), ROOT / "docs/figures/claims")
+    for figure in speed_figures():
+        save(figure, ROOT / "docs/figures", ("svg",))
 
 
 if __name__ == "__main__":

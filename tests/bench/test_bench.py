@@ -9,7 +9,7 @@ from efla import EflaForCausalLM, cli, presets
 from efla.bench import BACKENDS, PLAIN, kernel_contenders, scan
 from efla.bench.models import efla_model, llama_model
 from efla.bench.qwen import qwen_model
-from efla.bench.section import lengths_figure, save_lengths
+from efla.bench.section import growth_figure, lengths_figure, save_lengths
 from efla.native import rows
 from efla.runs import timing
 from efla.scans.backends import chunked, native
@@ -74,6 +74,22 @@ def test_a_plot_needs_no_more_than_rows(tmp_path):
     pytest.importorskip("altair")
     save_lengths(measured, tmp_path / "plot.png", "a machine")
     assert (tmp_path / "plot.png").stat().st_size > 1000
+
+
+def test_growth_is_shown_for_each_token_and_head():
+    measured = [
+        timing.Measurement(f"growth of {axis}, forward", str(size), 1, seconds, 0, 0, 3, memory=memory)
+        for axis, size, seconds, memory in (
+            ("tokens", scan.Size(1, 100, 8, 64), 8e-6, 1600),
+            ("tokens", scan.Size(1, 200, 8, 64), 32e-6, 3200),
+            ("sequences", scan.Size(3, 100, 2, 64), 6e-6, None),
+        )
+    ]
+    found = growth_figure(measured, "growth", "a machine")
+    time, memory, *training = found.charts
+    assert [[(p.x, p.y) for p in one.points] for one in time.shown] == [[(800, 10), (1600, 20)], [(600, 10)]]
+    assert [[(p.x, p.y) for p in one.points] for one in memory.shown] == [[(800, 2), (1600, 2)]]
+    assert not any(chart.shown for chart in training)
 
 
 @pytest.mark.parametrize(("make", "arm"), [(qwen_model, "gated-delta"), (llama_model, "attention")])

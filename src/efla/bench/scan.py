@@ -5,7 +5,7 @@ for every implementation.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal, NamedTuple
 
@@ -15,6 +15,7 @@ from torch import Tensor
 import efla
 from efla.bench import Suite, sgemm
 from efla.native import kernels
+from efla.runs.provenance import PeakMemory
 from efla.runs.timing import Calls, Measurement, compare
 from efla.scans.backends import native
 
@@ -44,6 +45,16 @@ class Size:
 HEADLINE = [Size(1, 4096, 8, 64), Size(1, 4096, 8, 128), Size(128, 784, 1, 64)]
 LENGTHS = [512, 1024, 2048, 4096, 8192, 16_384, 32_768, 65_536, 262_144]
 SHORT_LENGTHS = [64, 128, 256, 512]
+GROWTH = {
+    "tokens": [Size(1, 1024 * 4**n, 8, 64) for n in range(5)],
+    "sequences": [Size(4**n, 1024, 8, 64) for n in range(4)],
+    "heads": [Size(1, 4096, 2 * 4**n, 64) for n in range(4)],
+}
+"""What grows -> the sizes that are compared."""
+KINDS: dict[str, tuple[Work, int]] = {
+    "forward": ("forward", FORWARD_FLOPS),
+    "forward+backward": ("training", TRAINING_FLOPS),
+}
 SAMPLE_SECONDS = 0.03
 DECODE_BATCHES = [1, 4, 16, 64]
 CALLS = 256  # in a sample of the overhead
@@ -175,11 +186,7 @@ class _Nothing(torch.autograd.Function):
 
 def short(threads: int, rounds: int) -> Iterator[list[Measurement]]:
     """One head of 128 and a short sequence, on one thread and on all: how much of the work is shared."""
-    kinds: dict[str, tuple[Work, int]] = {
-        "forward": ("forward", FORWARD_FLOPS),
-        "forward+backward": ("training", TRAINING_FLOPS),
-    }
-    for name, (work, flops) in kinds.items():
+    for name, (work, flops) in KINDS.items():
         for length in SHORT_LENGTHS:
             size = Size(1, length, 1, 128)
             call = attention_call(size, "gated_delta", work=work)
@@ -191,6 +198,29 @@ def short(threads: int, rounds: int) -> Iterator[list[Measurement]]:
                 useful_flops=size.flops(flops),
                 sample_seconds=SAMPLE_SECONDS,
             )
+
+
+def growth(threads: int, rounds: int) -> Iterator[list[Measurement]]:
+    """Time and memory as the number of tokens, sequences or heads grows; all sizes of one axis in turn."""
+    for name, (work, flops) in KINDS.items():
+        for axis, sizes in GROWTH.items():
+            calls = {str(size): attention_call(size, "gated_delta", work=work) for size in sizes}
+            found = compare(
+                f"growth of {axis}, {name}",
+                calls,
+                threads=threads,
+                rounds=rounds,
+                flops_of={str(size): size.flops(flops) for size in sizes},
+                sample_seconds=SAMPLE_SECONDS,
+            )
+            yield [replace(m, memory=_peak_memory(calls[m.contender])) for m in found]
+
+
+@torch.no_grad()
+def _peak_memory(call: Callable[[], object]) -> float | None:
+    memory = PeakMemory("cpu")
+    call()
+    return memory.growth()
 
 
 def _on_one_thread(call: Callable[[], object], threads: int) -> None:
@@ -208,6 +238,7 @@ SUITES: dict[str, Suite] = {
     "decode": decode,
     "overhead": overhead,
     "short": short,
+    "growth": growth,
 }
 
 

@@ -1,5 +1,6 @@
-"""Chart of the cost against the context length, from a benchmark's rows."""
+"""Charts of the cost against the context length and of its growth, from a benchmark's rows."""
 
+import math
 from collections import defaultdict
 from pathlib import Path
 
@@ -35,6 +36,30 @@ def lengths_figure(measurements: list[Measurement], name: str, machine: str) -> 
         title = f"8 heads of width {heads}"
         charts.append(Chart(title, "tokens", "forward pass, ms", series, ends, log_x=True, log_y=True, x_ticks=ticks))
     return Figure(name, f"Cost against length ({machine}, float32)", "", charts)
+
+
+_AXES = {"tokens": "exact-flow", "sequences": "delta-l2", "heads": "gated-exact-flow"}
+"""What grows -> the style of its curve."""
+
+
+def growth_figure(measurements: list[Measurement], name: str, machine: str) -> Figure:
+    """Time and memory for each token and head, of the suite growth: a flat curve grows in proportion."""
+    charts = []
+    for work in ("forward", "forward+backward"):
+        for label, unit, value in (("ns", 1e9, lambda m: m.median), ("bytes", 1, lambda m: m.memory)):
+            series = []
+            for axis, style in _AXES.items():
+                found = [m for m in measurements if m.work == f"growth of {axis}, {work}" and value(m) is not None]
+                counted = [(math.prod(int(part[1:]) for part in m.contender.split()[:3]), value(m)) for m in found]
+                points = [Point(n, unit * x / n, text=f"{unit * x / n:.4g} {label}") for n, x in counted]
+                series.append(Series(style, f"more {axis}", points))
+            title = f"{work}, {'time' if label == 'ns' else 'memory'}"
+            most = max((point.y for one in series for point in one.points), default=1)
+            y_label = f"{label} per token and head"
+            charts.append(
+                Chart(title, "tokens \N{MULTIPLICATION SIGN} heads", y_label, series, (0, 1.2 * most), log_x=True)
+            )
+    return Figure(name, f"Cost of a token as the work grows ({machine}, heads of 64, float32)", "", charts)
 
 
 def save_lengths(measurements: list[Measurement], path: Path, machine: str) -> None:

@@ -29,6 +29,8 @@ class Measurement:
     """Images, tokens or other items per call."""
     scan_share: float | None = None
     """Share of the time spent in scans, if measured."""
+    memory: float | None = None
+    """Bytes that a call needs at its peak beside its arguments, if measured."""
 
     @property
     def per_second(self) -> float | None:
