@@ -213,7 +213,7 @@ EVERY_RULE = {name: {"rule": name} for name in rules.names()} | {
     "mamba2": OTHERS["mamba2"],
     "hybrid": HYBRID,
 }
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
 
 
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)

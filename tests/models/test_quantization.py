@@ -155,3 +155,12 @@ def test_a_bfloat16_checkpoint_runs_in_float32_where_the_cpu_is_slower_with_it(
     )
     assert load_model(str(folder), dtype="bfloat16").model.dtype == torch.bfloat16
     assert load_model(str(folder), weights="int8").model.dtype == torch.float32
+
+
+@pytest.mark.parametrize("weights", WEIGHTS)
+def test_a_model_with_smaller_weights_is_not_moved_in_part(weights):
+    model = tiny_model()
+    pack_linears(model, weights)
+    assert model.to("cpu") is model
+    with pytest.raises(RuntimeError, match=f"{weights} weights stay on the CPU"):
+        model.to("meta")

@@ -18,7 +18,7 @@ from efla.layers.blocks import RMSNorm
 from efla.layers.linear import apply_linear, apply_linears, is_plain
 from efla.layers.short_conv import SequenceNeighbours, ShortConvolution
 from efla.native import rows
-from efla.scans.backends import native
+from efla.scans.backends import fast_path, native
 
 GATES = ("mamba", "logsigmoid")
 
@@ -263,7 +263,7 @@ class LinearAttention(nn.Module):
             or rule is None
             or torch.is_grad_enabled()
             or torch.is_autocast_enabled("cpu")
-            or self.backend not in ("auto", "native")
+            or fast_path(self.backend) is None
             or max(self.head_dim, self.value_head_dim) > native.MAX_WIDTH
             or (self.sequence is not None and self.sequence.active)
             or not is_plain(self.o_norm, RMSNorm)

@@ -1,7 +1,7 @@
 """Linear maps: several of the same few rows in one kernel call, and with smaller weights."""
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import torch
@@ -71,6 +71,12 @@ class PackedLinear(nn.Module):
         else:
             y = functional.linear(wide, self._widened(), self.bias)
         return y.to(x.dtype)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "PackedLinear":
+        """Stays as it is: its weights have a dtype of their own, and kernels for the CPU only."""
+        if fn(self.weight[:0]).device != self.weight.device:
+            raise RuntimeError(f"{self.weights} weights stay on the CPU; load the model without them to move it")
+        return super()._apply(fn, recurse)
 
     def _widened(self) -> Tensor:
         """The weights [O, D] in float32."""

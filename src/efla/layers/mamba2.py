@@ -16,7 +16,7 @@ from efla.layers.blocks import RMSNorm
 from efla.layers.linear import apply_linear, is_plain
 from efla.layers.short_conv import SequenceNeighbours, ShortConvolution
 from efla.native import rows
-from efla.scans.backends import native
+from efla.scans.backends import fast_path, native
 
 
 class Mamba2(nn.Module):
@@ -169,7 +169,7 @@ class Mamba2(nn.Module):
             or projected.shape[1] != 1
             or torch.is_grad_enabled()
             or torch.is_autocast_enabled("cpu")
-            or self.backend not in ("auto", "native")
+            or fast_path(self.backend) is None
             or max(self.head_dim, self.state_size) > native.MAX_WIDTH
             or (self.sequence is not None and self.sequence.active)
             or not is_plain(self.norm, RMSNorm)

@@ -1,5 +1,6 @@
 """What a scan computes (request, result, gradients), and the interface of a backend."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple, Protocol
@@ -90,12 +91,19 @@ class ScanGradients(NamedTuple):
     initial_state: Tensor | None = None
 
 
+FastPath = Callable[..., tuple[Tensor, Tensor | None] | None]
+"""One call for plain inference, ``None`` where the general path must run it or report an error: decode(q, k, v, beta, log_gate,
+rule, qk_l2norm, scale, initial_state, output_final_state, in_place, check_domain)."""
+
+
 class Backend(Protocol):
     """One implementation of the recurrence; see docs/explanation/backends.md for how to add one."""
 
     name: str
     own_autograd: bool
     """Whether autograd may record what ``forward`` does, instead of calling ``backward``."""
+
+    decode: FastPath | None
 
     def unavailable(self) -> str | None:
         """Why this backend cannot run on this machine at all, or ``None``."""

@@ -1,7 +1,6 @@
 """The backends by name, and the choice among them. A new backend is one file and one entry of ``_BACKENDS``."""
 
 import logging
-from collections.abc import Callable
 from functools import cache
 from typing import cast
 
@@ -11,14 +10,12 @@ from torch import Tensor
 from efla.errors import BackendUnavailable, unknown_name
 from efla.phi import forward_mode
 from efla.scans.backends import chunked, fla, native, reference
-from efla.scans.request import Backend
+from efla.scans.request import Backend, FastPath
 
 # In the order in which "auto" tries them; the reference supports everything and comes last.
 _BACKENDS = cast("dict[str, Backend]", {module.name: module for module in (native, fla, chunked, reference)})
 
 _logger = logging.getLogger("efla")
-
-FastPath = Callable[..., tuple[Tensor, Tensor | None] | None]
 
 
 def backends() -> dict[str, str | None]:
@@ -75,5 +72,5 @@ def log_choice(name: str, device: str, passed_over: str = "") -> None:
     _logger.info("backend %r runs scans on %s%s", name, device, f" ({passed_over})" if passed_over else "")
 
 
-# "auto" tries the fast path of the first backend that has one.
-_FAST_PATHS: dict[str, tuple[str, FastPath]] = dict.fromkeys(("auto", native.name), (native.name, native.decode))
+_FAST_PATHS = {name: (name, backend.decode) for name, backend in _BACKENDS.items() if backend.decode is not None}
+_FAST_PATHS["auto"] = next(iter(_FAST_PATHS.values()))

@@ -29,6 +29,7 @@ from efla.scans.request import ScanGradients, ScanRequest, ScanResult, sequence_
 
 __all__ = [
     "backward",
+    "decode",
     "forward",
     "fuses",
     "name",
@@ -41,6 +42,7 @@ __all__ = [
 
 name = "chunked"
 own_autograd = False
+decode = None
 
 # exp of it is zero in every precision. A log_decay of -inf is raised to it, since -inf - -inf is NaN.
 _CLOSED = -1e4

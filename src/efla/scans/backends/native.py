@@ -4,7 +4,7 @@ The kernels take the three scalars, or a rule's inputs (beta, log_gate); then th
 the normalisation of keys. csrc/README.md is the map of the C++ code; csrc/tensors.h checks every tensor that it uses.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from efla.native import kernels, materialize, missing
 from efla.rules import UpdateRule
 from efla.scans import validation
 from efla.scans.keys import prepare_keys
-from efla.scans.request import ScanGradients, ScanRequest, ScanResult
+from efla.scans.request import FastPath, ScanGradients, ScanRequest, ScanResult
 
 __all__ = [
     "backward",
@@ -178,7 +178,4 @@ def _not_built(*arguments: object) -> None:
 
 if kernels is not None:
     check_rules(kernels.rule_facts)
-decode: Callable[..., tuple[Tensor, Tensor | None] | None] = _not_built if kernels is None else kernels.attend
-"""One C++ call for plain inference on the CPU. Returns ``None`` where the general path must run it or report an error.
-
-decode(q, k, v, beta, log_gate, rule, qk_l2norm, scale, initial_state, output_final_state, in_place, check_domain)"""
+decode: FastPath = _not_built if kernels is None else kernels.attend

@@ -15,6 +15,7 @@ from efla.scans.request import ScanGradients, ScanRequest, ScanResult, sequence_
 
 __all__ = [
     "backward",
+    "decode",
     "forward",
     "fuses",
     "name",
@@ -27,6 +28,7 @@ __all__ = [
 
 name = "reference"
 own_autograd = True
+decode = None
 
 
 def unavailable() -> str | None:

@@ -27,6 +27,7 @@ from efla.scans.request import ScanGradients, ScanRequest, ScanResult
 
 __all__ = [
     "backward",
+    "decode",
     "forward",
     "fuses",
     "name",
@@ -39,6 +40,7 @@ __all__ = [
 
 name = "fla"
 own_autograd = True
+decode = None
 
 # Tested with 0.6.0. Later minor versions may change an operation's meaning; widen this after running `make test-gpu-sim`.
 OLDEST, TOO_NEW = (0, 6), (0, 7)
