@@ -174,7 +174,8 @@ def main() -> None:
     parser.add_argument("--output", type=Path, required=True)
     options = parser.parse_args()
     before = json.loads(options.output.read_text()) if options.output.exists() else {"rows": [], "refused": {}}
-    rows, refused = before["rows"], before["refused"]
+    rows = before["rows"]
+    refused = {name: reason for name, reason in before["refused"].items() if name not in options.peers}
     for threads in options.threads:
         with ExitStack() as stack:
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))

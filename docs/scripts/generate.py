@@ -45,6 +45,7 @@ NAMES = {
     "onnxruntime": "ONNX Runtime",
     "openvino": "OpenVINO",
     "mlx": "MLX",
+    "vllm": "vLLM (bfloat16)",
     ACCELERATED: "Qwen3.5 with `accelerate_cpu`",
     "transformers Qwen3.5 (gated delta)": "transformers Qwen3.5",
     "transformers Llama (softmax)": "transformers Llama",
@@ -84,8 +85,9 @@ def speed_table(folder: Path = ROOT / "benchmarks/results") -> str:
         f"{SETS[simd]}: {' and '.join(sorted({group.machine for group in cells[simd].values()}))}, {_threads(usual[simd])}"
         for simd in sets
     )
+    errors = "".join(f" {_errors(record)}." for record in _records(folder, "peers-*.json"))
     varied = any(group.threads != usual[simd] for simd in sets for group in cells[simd].values())
-    return f"{_table(lines)}\n\n{'; '.join(machines)}{', unless a cell says otherwise' if varied else ''}."
+    return f"{_table(lines)}\n\n{'; '.join(machines)}{', unless a cell says otherwise' if varied else ''}.{errors}"
 
 
 def products_table(folder: Path = ROOT / "benchmarks/results") -> str:
@@ -118,11 +120,17 @@ def peers_table(folder: Path = ROOT / "benchmarks/results") -> str:
         for (work, threads), rows in sorted(works.items(), key=lambda item: (item[0][0], item[0][1])):
             ratios = (f"{rows[peer]['ratio']:.2f}\N{MULTIPLICATION SIGN}" if peer in rows else "" for peer in peers)
             lines.append([work, str(threads), _time(rows["native"]["median"]), *ratios])
-        worst = {name: max(r["error"] for r in record["rows"] if r["contender"] == name) for name in ("native", *peers)}
-        errors = ", ".join(f"{NAMES.get(name, name)} {error:.0e}" for name, error in worst.items())
-        source = f"{record['machine']}, {record['date'][:10]}. Largest error against the float64 oracle: {errors}."
-        parts.append(f"{_table(lines)}\n\n{source}")
+        parts.append(f"{_table(lines)}\n\n{record['machine']}, {record['date'][:10]}. {_errors(record)}.")
     return "\n\n".join(parts) or "Not measured yet."
+
+
+def _errors(record: dict[str, Any]) -> str:
+    """The largest error of every contender, in the order of the rows."""
+    worst: dict[str, float] = {}
+    for row in record["rows"]:
+        worst[row["contender"]] = max(row["error"], worst.get(row["contender"], 0))
+    errors = ", ".join(f"{NAMES.get(name, name)} {error:.0e}" for name, error in worst.items())
+    return f"Largest error against the float64 oracle: {errors}"
 
 
 def speed_figures(folder: Path = ROOT / "benchmarks/results") -> list[Any]:

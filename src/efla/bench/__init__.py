@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 import torch
 
 import efla
-from efla.native import rows
+from efla.native import kernels, rows
 from efla.runs import provenance
 from efla.runs.timing import Calls, Measurement
 from efla.scans.backends import native
@@ -66,8 +66,10 @@ def check_contenders() -> None:
 
 
 def processor_name() -> str:
-    """The processor's own name and its instruction set."""
-    return f"{provenance.processor()} ({torch.backends.cpu.get_cpu_capability()})"
+    """The processor's own name and the instruction set that torch and the kernels use of it."""
+    best = kernels.simd_levels()[0] if kernels is not None else ""
+    restricted = f" on a CPU with {best}" if best and kernels.active_simd() != best else ""
+    return f"{provenance.processor()} ({torch.backends.cpu.get_cpu_capability()}{restricted})"
 
 
 def machine_facts() -> dict[str, str]:
