@@ -4,6 +4,10 @@
 // sums are added in a fixed order.
 #include "plan.h"
 
+#if defined(__linux__)
+#include <sys/mman.h>
+#endif
+
 #include <algorithm>
 #include <atomic>
 #include <cstdlib>
@@ -24,15 +28,31 @@ constexpr int kMaxTaskKeyHeads = 8;  // see Plan::task_key_heads
 static_assert(kMaxTaskKeyHeads <= kDecodeTokens);  // decoding has a slot for each (decode.h)
 constexpr double kCachedBytes = 1 << 20;           // states of a thread that a usual L2 cache keeps from token to token
 constexpr double kFlopsPerThread = 300e3;          // with less work, a second thread costs more than it saves
+constexpr size_t kHugeBytes = size_t(8) << 20;     // smaller outputs keep their pages
 
 struct Free {
   void operator()(void* p) const { std::free(p); }
 };
 using Buffer = std::unique_ptr<void, Free>;
 
+size_t element_bytes(Dtype dtype) { return dtype == Dtype::float64 ? 8 : dtype == Dtype::float32 ? 4 : 2; }
+size_t compute_bytes(Dtype dtype) { return dtype == Dtype::float64 ? 8 : 4; }
+
+// Asks for huge pages for a large piece of memory that is about to be written for the first time: with small ones, faults take
+// up to half of a call whose outputs have hundreds of megabytes.
+void prefer_huge_pages([[maybe_unused]] void* memory, [[maybe_unused]] size_t bytes) {
+#if defined(__linux__)
+  constexpr uintptr_t page = 65536;  // no system has larger ordinary ones
+  const uintptr_t begin = (reinterpret_cast<uintptr_t>(memory) + page - 1) / page * page;
+  const uintptr_t end = (reinterpret_cast<uintptr_t>(memory) + bytes) / page * page;
+  if (memory && bytes >= kHugeBytes) madvise(reinterpret_cast<void*>(begin), end - begin, MADV_HUGEPAGE);
+#endif
+}
+
 Buffer allocate(size_t bytes) {
   Buffer memory(std::aligned_alloc(64, (bytes + 127) / 64 * 64));
   if (!memory) throw std::bad_alloc();
+  prefer_huge_pages(memory.get(), bytes);
   return memory;
 }
 
@@ -93,7 +113,7 @@ void make_plan(const Problem& p, bool backward, PlanWithOffsets& out) {
            (!plan.decode || tasks % threads == 0);
   };
   while (suits(2 * plan.task_key_heads)) plan.task_key_heads *= 2;
-  const double state_bytes = double(pairs) * plan.group * p.K * p.V * (p.dtype == Dtype::float64 ? 8 : 4);
+  const double state_bytes = double(pairs) * plan.group * p.K * p.V * double(compute_bytes(p.dtype));
   plan.prefetch_states =
       plan.decode && p.initial_state && p.initial_state == p.final_state && state_bytes / threads > kCachedBytes;
   plan.tasks = pairs * parts / plan.task_key_heads;
@@ -230,6 +250,12 @@ unsigned run_forward(const Problem& p) {
   PlanWithOffsets planned;
   make_plan(p, false, planned);
   const Plan& plan = planned.plan;
+  const size_t rows = size_t(p.batch) * p.tokens;
+  prefer_huge_pages(p.o.data, rows * p.value_heads * p.V * element_bytes(p.dtype));
+  if (p.boundary_states)
+    prefer_huge_pages(
+        p.boundary_states,
+        size_t(boundary_size(p.cu_seqlens, p.sequences, p.tokens, p.value_heads, p.K, p.V)) * compute_bytes(p.dtype));
   const Kernels& kernels = active_kernels();
   const size_t scratch = plan.decode ? 0 : kernels.forward_scratch(p, plan);
   Work work(plan.decode ? Work::decode : Work::forward, kernels, p, plan, scratch, plan.tasks);
@@ -242,9 +268,11 @@ unsigned run_backward(const Problem& p) {
   make_plan(p, true, planned);
   Plan& plan = planned.plan;
   const Kernels& kernels = active_kernels();
-  const size_t element = p.dtype == Dtype::float64 ? 8 : 4;
+  const size_t element = compute_bytes(p.dtype);
   const int parts = plan.head_parts * plan.column_parts;
   const size_t tokens = size_t(p.batch) * p.tokens;
+  for (void* keys : {p.dq, p.dk}) prefer_huge_pages(keys, tokens * p.key_heads * p.K * element_bytes(p.dtype));
+  prefer_huge_pages(p.dv, tokens * p.value_heads * p.V * element_bytes(p.dtype));
   Buffer dq_parts, dk_parts, scalar_parts;
   if (parts > 1) {
     dq_parts = allocate(parts * tokens * p.key_heads * p.K * element);
