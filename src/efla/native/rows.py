@@ -1,8 +1,8 @@
 """The norms, the short convolution and the gate around a scan: CPU kernels where they are faster, torch elsewhere.
 
 In torch these take longer than the native scan, because each is a chain of passes over memory. The kernels make one pass
-forward and one backward, and save only the inputs. Compiled, traced or transformed code, other devices, small tensors and
-second derivatives use torch's operations.
+forward and one backward, and save only the inputs. Compiled, traced or transformed code, other devices, second derivatives,
+and small tensors with gradients use torch's operations.
 
 Shapes: R rows of width D; B batch, T tokens, C channels, W kernel width, N packed sequences.
 """
@@ -19,7 +19,7 @@ from torch.nn import functional
 from efla.native import DTYPES, kernels, materialize
 from efla.phi import forward_mode
 
-_SMALL = 8192  # with fewer elements, torch's own operations are as fast
+_SMALL = 8192  # with fewer elements and gradients, torch's own operations are as fast
 _MAX_CONV_WIDTH = 16
 MAX_PRODUCT_ROWS = 16  # with more rows, torch's matrix product is as fast
 _SMALLER_WEIGHTS = {(torch.float32, torch.float16), (torch.float32, torch.int8)}
@@ -131,7 +131,7 @@ def kernels_take(x: Tensor, *others: Tensor | None) -> bool:
 
 
 def _kernels_take(x: Tensor, *others: Tensor | None) -> bool:
-    return kernels_take(x, *others) and x.numel() >= _SMALL
+    return kernels_take(x, *others) and (x.numel() >= _SMALL or not torch.is_grad_enabled())
 
 
 def _apply(function: type[torch.autograd.Function], *arguments: Any) -> Tensor:
