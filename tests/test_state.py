@@ -143,6 +143,20 @@ def test_a_fork_goes_its_own_way(fields):
     assert_same(held(merged), held(state.select(forked, torch.tensor([0, 3, 1]))))
 
 
+@pytest.mark.parametrize("fields", [*MAIN.values(), OTHERS["everything"]], ids=[*MAIN, "everything"])
+@torch.no_grad()
+def test_a_selection_of_a_static_cache_goes_its_own_way(fields):
+    model, tokens, more = tiny_model(**fields).double(), random_tokens(2, 9), random_tokens(2, 3, seed=2)
+    expected, rows = model(torch.cat([tokens, more], dim=1)).logits[:, 9:], torch.tensor([1, 0])
+    cache = StaticCache(config=model.config, max_cache_len=16)
+    model(tokens, past_key_values=cache)
+    selected = state.select(cache, rows)
+    logits = model(more[rows], past_key_values=selected).logits
+    assert (seen_tokens(selected), seen_tokens(cache)) == (12, 9)
+    torch.testing.assert_close(logits, expected[rows], atol=1e-10, rtol=1e-10)
+    torch.testing.assert_close(model(more, past_key_values=cache).logits, expected, atol=1e-10, rtol=1e-10)
+
+
 def test_what_cannot_be_merged_is_refused():
     model = tiny_model(**HYBRID)
     with pytest.raises(ValueError, match="with softmax layers those of one length"):

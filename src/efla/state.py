@@ -115,6 +115,10 @@ def select(cache: Any, rows: Tensor) -> Any:
                 setattr(twin, name, dict(value))
         selected.layers.append(twin)
     selected.reorder_cache(rows)  # selects into new tensors
+    for layer, twin in zip(cache.layers, selected.layers, strict=True):
+        for name, value in vars(layer).items():
+            if isinstance(value, Tensor) and vars(twin)[name] is value:  # the length of a static layer
+                setattr(twin, name, value.clone())
     if any(own_methods):
         caches.add_methods(selected)
     return selected
