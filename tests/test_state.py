@@ -53,6 +53,8 @@ def test_a_loaded_state_goes_on_as_the_saved_one(fields, dtype, tmp_path):
     assert seen_tokens(loaded) == loaded.get_seq_length() == 14
     by_config = state.load(tmp_path / "a.safetensors", model.config)
     assert_same(held(by_config), expected)
+    state.save(loaded, tmp_path / "b.safetensors")  # the model is known from the load on
+    assert seen_tokens(state.load(tmp_path / "b.safetensors", model)) == 14
 
 
 @torch.no_grad()
@@ -70,10 +72,13 @@ BAD = {
         lambda: tiny_model(hidden_size=64),
         r"another model: head_dim is 16 there, 32 here \(3 fields differ\)",
     ),
-    "another rule": (lambda: tiny_model(rule="delta"), r"another model: .* load it with the model that saved it"),
+    "another rule": (
+        lambda: tiny_model(rule="delta"),
+        r"mixers is \['efla', .* there, \['delta', .* here .*; load it with the",
+    ),
     "another dtype": (
         lambda: tiny_model().bfloat16(),
-        r"the model in float32, this one is in bfloat16; load .*float32",
+        r"another dtype: float32 there, bfloat16 here; load it with the checkpoint that saved it, in torch\.float32",
     ),
     "other weights": (lambda: tiny_model(seed=1), r"same configuration and other weights; load it with the checkpoint"),
 }
@@ -157,12 +162,67 @@ def test_a_selection_of_a_static_cache_goes_its_own_way(fields):
     torch.testing.assert_close(model(more, past_key_values=cache).logits, expected, atol=1e-10, rtol=1e-10)
 
 
-def test_what_cannot_be_merged_is_refused():
+def test_what_cannot_be_forked_is_refused():
+    model = tiny_model(**HYBRID)
+    with pytest.raises(ValueError, match="count must be at least 1"):
+        state.fork(after(model, random_tokens(1, 4)), 0)
+    for empty in (DynamicCache(config=model.config), DynamicCache()):
+        with pytest.raises(ValueError, match=r"read nothing yet; there is no state to fork\. Run the model"):
+            state.fork(empty, 2)
+    static = StaticCache(config=model.config, max_cache_len=8)
+    with torch.no_grad():
+        model(random_tokens(1, 5), past_key_values=static)
+    with pytest.raises(ValueError, match=r"layer 3 of the cache is a StaticLayer; only the state in a DynamicCache"):
+        state.fork(static, 2)
+
+
+UNLIKE = {
+    "another rule": (
+        lambda: tiny_model(rule="delta"),
+        r"another model: mixers is \['delta', .* there, \['efla', .* here .*",
+    ),
+    "another dtype": (lambda: tiny_model().bfloat16(), r"another dtype: bfloat16 there, float32 here"),
+    "other weights": (lambda: tiny_model(seed=1), r"a model with the same configuration and other weights"),
+}
+
+
+@pytest.mark.parametrize(("make", "message"), UNLIKE.values(), ids=UNLIKE)
+def test_states_of_two_models_cannot_be_merged(make, message, tmp_path):
+    model, other = tiny_model(), make()
+    caches = [
+        after(model, random_tokens(1, 4)),
+        after(tiny_model(), random_tokens(1, 4)),
+        after(other, random_tokens(1, 4)),
+    ]
+    with pytest.raises(
+        ValueError, match=rf"parts\[2\] cannot be merged with parts\[0\]: .*{message}; merge caches of one"
+    ):
+        state.merge(caches)
+    same = copy.deepcopy(model)  # another object, but the same model
+    assert seen_tokens(state.merge([caches[0], after(same, random_tokens(2, 4))])) == 4
+    state.save(caches[2], tmp_path / "a")
+    loaded = state.load(tmp_path / "a", other)
+    with pytest.raises(ValueError, match=message):
+        state.merge([caches[0], loaded])
+
+
+def test_what_cannot_be_merged_is_refused(tmp_path):
     model = tiny_model(**HYBRID)
     with pytest.raises(ValueError, match="with softmax layers those of one length"):
         state.merge([after(model, random_tokens(1, 4)), after(model, random_tokens(1, 5))])
-    with pytest.raises(ValueError, match="count must be at least 1"):
-        state.fork(after(model, random_tokens(1, 4)), 0)
+    with pytest.raises(ValueError, match="at least one cache to merge, got none"):
+        state.merge([])
+    with pytest.raises(ValueError, match="there is no state to merge"):
+        state.merge([after(model, random_tokens(1, 4)), DynamicCache(config=model.config)])
+    parts = []
+    for dtype in (torch.float32, torch.bfloat16):  # of models that are not known
+        model = tiny_model().to(dtype)
+        state.save(after(model, random_tokens(1, 4)), tmp_path / "a")
+        parts.append(state.load(tmp_path / "a", model.config))
+    with pytest.raises(
+        ValueError, match=r"layers\.0\.conv is torch\.bfloat16 \[96, 3\] there, torch\.float32 \[96, 3\] here"
+    ):
+        state.merge(parts)
 
 
 # Taking tokens back

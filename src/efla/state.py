@@ -15,28 +15,24 @@ import json
 from collections import OrderedDict
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save as serialize
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, LinearAttentionLayer
 
 from efla.layers.attention import MixerState
 from efla.models import cache as caches
 from efla.models.configuration_efla import EflaConfig
+from efla.models.identity import bytes_of, describe, difference, identify
 from efla.runs.rows import write_atomically
 
 __all__ = ["PrefixCache", "fork", "load", "merge", "save", "select"]
 
 _FORMAT = "efla-state-1"
-# Fields of a configuration that change neither the layers nor what they compute.
-_IRRELEVANT = {
-    "backend", "bos_token_id", "chunk_size", "conv_init", "eos_token_id", "initializer_range", "loss_chunk_size",
-    "max_position_embeddings", "pad_token_id", "use_cache",
-}  # fmt: skip
 
 
 def save(cache: Cache, file: str | Path) -> None:
@@ -44,17 +40,13 @@ def save(cache: Cache, file: str | Path) -> None:
 
     The header holds the configuration, a fingerprint of the weights, the number of tokens, the dtype and a checksum.
     """
-    tensors = {name: tensor.detach().contiguous() for name, tensor in _tensors(cache).items()}
-    if not tensors:
-        raise ValueError("the cache has read nothing yet; there is no state to save")
+    tensors = {name: tensor.detach().contiguous() for name, tensor in _filled_tensors(cache, "save").items()}
     model = caches.model_of(cache)
-    header = {
-        "format": _FORMAT,
-        "config": _describe(model.config),
-        "weights": _fingerprint(model),
-        "tokens": str(caches.seen_tokens(cache)),
-        "dtype": _dtype_of(model),
-    }
+    if model is None:
+        raise ValueError(
+            "the cache was not filled by an efla model, or the model is gone; pass what model(...) returned"
+        )
+    header = {"format": _FORMAT, **identify(model), "tokens": str(caches.seen_tokens(cache))}
     header["sha256"] = _checksum(header, tensors)
     write_atomically(Path(file), serialize(tensors, header))
 
@@ -64,29 +56,20 @@ def load(file: str | Path, model: PreTrainedModel | EflaConfig) -> DynamicCache:
 
     With a configuration in place of the model, the weights are not compared.
     """
-    config: Any = model if isinstance(model, EflaConfig) else model.config
-    header, tensors = _read(
-        Path(file), "cpu" if isinstance(model, EflaConfig) else str(next(model.parameters()).device)
-    )
-    there, here = json.loads(header["config"]), json.loads(_describe(config))
-    differing = [name for name in {**there, **here} if there.get(name) != here.get(name)]
-    if differing:
-        name = differing[0]
+    config: Any = model if isinstance(model, EflaConfig) else getattr(model, "config", None)
+    if not isinstance(config, EflaConfig):
         raise ValueError(
-            f"{file} holds the state of another model: {name} is {there.get(name)} there, {here.get(name)} here"
-            f"{f' ({len(differing)} fields differ)' if len(differing) > 1 else ''}; load it with the model that saved it"
+            f"expected an EFLA model or its EflaConfig, got {type(model).__name__}; "
+            "only the states of EFLA models are saved and loaded"
         )
-    if not isinstance(model, EflaConfig):
-        if header["dtype"] != _dtype_of(model):
-            raise ValueError(
-                f"{file} holds the state of the model in {header['dtype']}, this one is in {_dtype_of(model)}; "
-                f"load the model with dtype=torch.{header['dtype']}"
-            )
-        if header["weights"] != _fingerprint(model):
-            raise ValueError(
-                f"{file} holds the state of a model with the same configuration and other weights; "
-                "load it with the checkpoint that saved it"
-            )
+    device = "cpu" if isinstance(model, EflaConfig) else str(next(model.parameters()).device)
+    header, tensors = _read(Path(file), device)
+    here = {**header, "config": describe(config)} if isinstance(model, EflaConfig) else identify(model)
+    differing = difference(header, here)
+    if differing:
+        raise ValueError(
+            f"{file} holds the state of {differing}; load it with the checkpoint that saved it, in torch.{header['dtype']}"
+        )
     cache = DynamicCache(config=config)
     names = [f"layers.{index}.{name}" for index, layer in enumerate(cache.layers) for name in _fields(layer)]
     if sorted(names) != sorted(tensors):
@@ -99,7 +82,10 @@ def load(file: str | Path, model: PreTrainedModel | EflaConfig) -> DynamicCache:
         else:
             layer.update(first, second)
     caches.count_tokens(cache, int(header["tokens"]))
-    caches.add_methods(cache)
+    if isinstance(model, EflaConfig):
+        caches.add_methods(cache)
+    else:
+        caches.adopt(cache, model, cast(list[str], config.layer_types))
     return cache
 
 
@@ -128,19 +114,19 @@ def fork(cache: Any, count: int = 1) -> Any:
     """A new cache with ``count`` copies of each sequence, one after the other: for so many continuations."""
     if count < 1:
         raise ValueError(f"count must be at least 1, got {count}")
-    batch_size = next(iter(_tensors(cache).values())).shape[0]
+    batch_size = next(iter(_filled_tensors(cache, "fork").values())).shape[0]
     return select(cache, torch.arange(batch_size).repeat_interleave(count))
 
 
 def merge(parts: Sequence[Any]) -> Any:
-    """One cache with the sequences of several, in order."""
-    found = [_tensors(part) for part in parts]
-    sizes = {tuple(tensor.shape[1:] for tensor in tensors.values()) for tensors in found}
-    if len(sizes) != 1:
-        raise ValueError(
-            "the caches differ in more than their number of sequences; merge those of one model, and with softmax layers "
-            "those of one length"
-        )
+    """One cache with the sequences of several, in order; refused unless they are of one model and dtype.
+
+    The weights are compared where the models are known and still exist.
+    """
+    if not parts:
+        raise ValueError("expected at least one cache to merge, got none")
+    found = [_filled_tensors(part, "merge") for part in parts]
+    _check_mergeable(parts, found)
     merged = fork(parts[0])
     for index, layer in enumerate(merged.layers):
         first, second = (torch.cat([tensors[f"layers.{index}.{name}"] for tensors in found]) for name in _fields(layer))
@@ -150,6 +136,27 @@ def merge(parts: Sequence[Any]) -> Any:
             layer.keys, layer.values = first, second
     caches.count_tokens(merged, max(map(caches.seen_tokens, parts)) - caches.seen_tokens(merged))
     return merged
+
+
+def _check_mergeable(parts: Sequence[Any], found: Sequence[dict[str, Tensor]]) -> None:
+    known = {number: model for number, part in enumerate(parts) if (model := caches.model_of(part)) is not None}
+    for number, model in known.items():
+        first = min(known)
+        differing = None if model is known[first] else difference(identify(model), identify(known[first]))
+        if differing:
+            raise ValueError(
+                f"parts[{number}] cannot be merged with parts[{first}]: it holds the state of {differing}; "
+                "merge caches of one model"
+            )
+    kinds = [{name: f"{x.dtype} {list(x.shape[1:])}" for name, x in tensors.items()} for tensors in found]
+    for number, kind in enumerate(kinds):
+        for name in {**kinds[0], **kind}:
+            if kind.get(name) != kinds[0].get(name):
+                raise ValueError(
+                    f"parts[{number}] differs from parts[0] in more than its number of sequences: {name} is "
+                    f"{kind.get(name, 'missing')} there, {kinds[0].get(name, 'missing')} here; merge caches of one model "
+                    "and dtype, and with softmax layers those of one length"
+                )
 
 
 class PrefixCache:
@@ -238,44 +245,23 @@ def _tensors(cache: Cache) -> dict[str, Tensor]:
     return found
 
 
+def _filled_tensors(cache: Cache, purpose: str) -> dict[str, Tensor]:
+    tensors = _tensors(cache)
+    if not tensors:
+        raise ValueError(f"the cache has read nothing yet; there is no state to {purpose}. Run the model on it first")
+    return tensors
+
+
 def _num_bytes(cache: Cache) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in _tensors(cache).values())
-
-
-def _describe(config: EflaConfig) -> str:
-    """The fields that say what the layers are, as JSON."""
-    names = sorted(set(EflaConfig.__annotations__) - _IRRELEVANT - {"model_type"})
-    return json.dumps({name: getattr(config, name) for name in names}, sort_keys=True)
-
-
-def _decoder(model: nn.Module) -> nn.Module:
-    from efla.models.modeling_efla import EflaModel
-
-    return next(module for module in model.modules() if isinstance(module, EflaModel))
-
-
-def _dtype_of(model: nn.Module) -> str:
-    return str(next(_decoder(model).parameters()).dtype).removeprefix("torch.")
-
-
-def _fingerprint(model: nn.Module) -> str:
-    """A hash of the first 16 numbers of every parameter: another checkpoint has another."""
-    digest = hashlib.sha256()
-    for name, parameter in _decoder(model).named_parameters():
-        digest.update(name.encode() + _bytes(parameter.detach().flatten()[:16]))
-    return digest.hexdigest()
 
 
 def _checksum(header: dict[str, str], tensors: dict[str, Tensor]) -> str:
     digest = hashlib.sha256(json.dumps({**header, "sha256": ""}, sort_keys=True).encode())
     for name, tensor in sorted(tensors.items()):
         digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}".encode())
-        digest.update(_bytes(tensor))
+        digest.update(bytes_of(tensor))
     return digest.hexdigest()
-
-
-def _bytes(tensor: Tensor) -> bytes:
-    return tensor.cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
 
 
 def _read(file: Path, device: str) -> tuple[dict[str, str], dict[str, Tensor]]:

@@ -247,13 +247,8 @@ def adopt(cache: Cache, model: nn.Module, layer_types: list[str]) -> None:
 
 
 def model_of(cache: Cache) -> Any:
-    """The :class:`EflaModel` that filled the cache."""
-    model = getattr(cache, _MODEL, lambda: None)()
-    if model is None:
-        raise ValueError(
-            "the cache was not filled by an efla model, or the model is gone; pass what model(...) returned"
-        )
-    return model
+    """The model that filled the cache, ``None`` if it is gone or none of ours."""
+    return getattr(cache, _MODEL, lambda: None)()
 
 
 def cached_state_bytes(cache: Cache) -> int:
