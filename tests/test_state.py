@@ -13,6 +13,7 @@ from efla import state
 from efla.models.cache import REWINDABLE, RewindableLayer, seen_tokens
 from tests.models.tiny import ALL, HYBRID, MAIN, OTHERS, random_tokens, tiny_config, tiny_model
 
+DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 RECURRENT = {name: fields for name, fields in ALL.items() if name != "softmax"}
 SOME = {**MAIN, **{name: OTHERS[name] for name in ("everything", "no-convolution", "softmax")}}
 
@@ -228,11 +229,12 @@ def test_what_cannot_be_merged_is_refused(tmp_path):
 # Taking tokens back
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("fields", RECURRENT.values(), ids=RECURRENT)
 @torch.no_grad()
-def test_tokens_read_one_by_one_leave_no_trace_when_taken_back(fields):
-    # The same calls as without them: bit for bit, in every dtype.
-    model, tokens = tiny_model(**fields), random_tokens(2, 30)
+def test_tokens_read_one_by_one_leave_no_trace_when_taken_back(fields, dtype):
+    # The same calls as without them, so the same bits.
+    model, tokens = tiny_model(**fields).to(dtype), random_tokens(2, 30)
     lengths = [5, *[1] * 25]
     cache = after(model, tokens, lengths, record=True)
     for back in (1, 2, 7, 11):  # 29, 27, 20, 9 tokens left
@@ -243,6 +245,17 @@ def test_tokens_read_one_by_one_leave_no_trace_when_taken_back(fields):
     rest = tokens[:, 9:].split(1, dim=1)
     for token in rest:
         assert torch.equal(model(token, past_key_values=cache).logits, model(token, past_key_values=plain).logits)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("fields", [*MAIN.values(), OTHERS["everything"]], ids=[*MAIN, "everything"])
+@torch.no_grad()
+def test_whole_calls_leave_no_trace_when_taken_back(fields, dtype):
+    model, tokens = tiny_model(**fields).to(dtype), random_tokens(2, 40)
+    for lengths, calls in (([5, 7, 3], 1), ([5, 7, 3], 2), ([10, 20, 5], 2), ([20, 1, 1, 6], 2), ([3] * 5, 3)):
+        cache = after(model, tokens[:, : sum(lengths)], lengths, record=True)
+        cache.crop(-sum(lengths[-calls:]))
+        assert_same(held(cache), held(after(model, tokens[:, : sum(lengths[:-calls])], lengths[:-calls])))
 
 
 def assert_close(found, expected):
@@ -292,6 +305,8 @@ def test_a_crop_beyond_the_log_changes_nothing_and_says_what_to_do(fields):
             cache.crop(-80)
         with pytest.raises(ValueError, match="crop takes minus the number of tokens"):
             cache.crop(3)
+        with pytest.raises(TypeError, match="float"):
+            cache.crop(-1.5)
         cache.crop(0)
         assert_same(held(cache), before)
 

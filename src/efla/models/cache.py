@@ -6,7 +6,7 @@ The cache is transformers' own (``DynamicCache(config=config)``, or any other it
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
-from operator import itemgetter
+from operator import index, itemgetter
 from types import MethodType
 from typing import Any
 
@@ -96,7 +96,7 @@ def _get_seq_length(cache: Any, layer_idx: int = 0) -> int:
 
 def _crop(cache: Any, tokens_to_remove: int) -> None:
     """Take back the last tokens; ``tokens_to_remove`` is minus their number, as in transformers."""
-    count = -tokens_to_remove
+    count = -index(tokens_to_remove)
     if count < 0:
         raise ValueError(f"crop takes minus the number of tokens to take back, got {tokens_to_remove}")
     if count == 0:
@@ -109,7 +109,7 @@ def _crop(cache: Any, tokens_to_remove: int) -> None:
                 f"cache.activate_past_recording(), for at least the last {REWINDABLE} tokens; take back or draft fewer, or "
                 "go on from a copy made before them (efla.state.fork)"
             )
-    type(cache).crop(cache, tokens_to_remove)
+    type(cache).crop(cache, -count)
     count_tokens(cache, -count)
 
 
