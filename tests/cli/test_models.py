@@ -99,6 +99,18 @@ def test_a_conversation_goes_on_from_a_file(byte_model, tmp_path, capsys):
     assert (tmp_path / "state").read_bytes() == before
 
 
+@pytest.mark.parametrize("model", ["bytes", "model.onnx"])
+def test_a_state_that_could_not_be_written_is_refused_before_anything_is_generated(model, byte_model, tmp_path, capsys):
+    options = (byte_model.with_name(model), "--prompt", "x", "--state")
+    with pytest.raises(ValueError, match=r"--state .* is a folder; name a file, such as"):
+        run(generate, *options, tmp_path)
+    with pytest.raises(
+        ValueError, match=r"--state .*: there is no folder .*missing; create it, or name a file in another"
+    ):
+        run(generate, *options, tmp_path / "missing/state")
+    assert capsys.readouterr().out == ""
+
+
 @pytest.mark.parametrize("weights", ["float16", "int8"])
 def test_generate_with_smaller_weights_keeps_a_state_of_its_own(byte_model, tmp_path, capsys, weights):
     options = ("--prompt", "Hello", "--max-new-tokens", 6, "--temperature", 0, "--state", tmp_path / "state")

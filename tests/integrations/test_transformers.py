@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from transformers import DataCollatorWithFlattening, DynamicCache
 
+from efla import state
 from efla.cli import main
 from efla.integrations import gated_delta
 from efla.integrations.transformers import FUNCTIONS, accelerate_cpu, accelerate_model
@@ -351,3 +352,17 @@ def test_generate_and_eval_run_transformers_models_on_the_kernels(tmp_path, monk
         assert calls, command
     assert before == {name: getattr(module, name) for name in FUNCTIONS}
     assert not accelerate_model(nn.Linear(2, 2)).models
+
+
+def test_only_the_state_of_an_efla_model_can_be_kept_and_loaded(tmp_path, capsys):
+    model = small_model("qwen3_5", vocab_size=256)
+    with pytest.raises(
+        ValueError, match=r"expected an EFLA model or its EflaConfig, got Qwen3_5ForCausalLM; only the states"
+    ):
+        state.load(tmp_path / "state", model)
+    model.save_pretrained(tmp_path / "qwen")
+    command = ["generate", str(tmp_path / "qwen"), "--prompt", "Hello", "--state", str(tmp_path / "state")]
+    assert main(command) == 1
+    shown = capsys.readouterr()
+    assert shown.out == "" and "is a 'qwen3_5_text' model; leave --state out" in shown.err
+    assert not (tmp_path / "state").exists()

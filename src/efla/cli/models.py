@@ -110,6 +110,8 @@ def generate(
     refuse_ignored(
         {"top-k": temperature == 0 and top_k != 0, "top-p": temperature == 0 and top_p != 1}, "at --temperature 0"
     )
+    if state is not None:
+        _check_state_file(state)
     text = sys.stdin.read() if prompt == "-" else prompt
     sampling = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
     if model.endswith(".onnx"):
@@ -136,6 +138,11 @@ def generate(
     if state is not None:
         from efla import state as states
 
+        kind = loaded.model.config.model_type
+        if kind != "efla":
+            raise ValueError(
+                f"--state keeps what an EFLA model has read, and {model} is a {kind!r} model; leave --state out"
+            )
         cache = states.load(state, loaded.model) if state.exists() else DynamicCache(config=loaded.model.config)
     seen = seen_tokens(cache)
     encoded = loaded.tokenizer.encode(text, add_special_tokens=seen == 0)
@@ -163,6 +170,14 @@ def generate(
     print()
     print(f"{_rates(ids.shape[1], streamer.times)}\nnext: efla eval {model} --tasks paper", file=sys.stderr)
     return 0
+
+
+def _check_state_file(file: Path) -> None:
+    """Refuse a file that could not be written once the text is there."""
+    if file.is_dir():
+        raise ValueError(f"--state {file} is a folder; name a file, such as {file / 'state'}")
+    if not file.parent.is_dir():
+        raise ValueError(f"--state {file}: there is no folder {file.parent}; create it, or name a file in another")
 
 
 def _generate_onnx(path: str, prompt: str, state: Path | None, **options: Any) -> int:
