@@ -136,6 +136,46 @@ def test_a_saved_state_continues_as_if_it_had_not_stopped(runner, tmp_path):
     assert text == runner.generate("To be", temperature=0, max_new_tokens=10)
 
 
+def test_a_save_that_fails_leaves_the_old_state(runner, tmp_path, monkeypatch):
+    runner.new_state().save(tmp_path / "state.npz")
+    before = (tmp_path / "state.npz").read_bytes()
+
+    def fail(file, **entries):
+        file.write(b"half of it")
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr(np, "savez", fail)
+    with pytest.raises(OSError, match="No space left"):
+        runner.new_state(2).save(tmp_path / "state.npz")
+    assert (tmp_path / "state.npz").read_bytes() == before
+    assert [file.name for file in tmp_path.iterdir()] == ["state.npz"]
+
+
+def test_a_state_of_another_model_of_equal_shapes_is_refused(runner, models, paths, tmp_path):
+    options = {
+        "another": {"model": tiny_model(4, **BYTES)},
+        "quantised": {"quantize": "int8"},
+        "same": {"last_logits": True},
+    }
+    for name, option in options.items():
+        export_onnx(**{"model": models["efla"], "path": tmp_path / f"{name}.onnx", **option})
+    others = {name: Runner(tmp_path / f"{name}.onnx") for name in options} | {"rule": Runner(paths["gated"])}
+    same = others.pop("same")
+    for other in others.values():
+        _, state = other([[1, 2]])
+        state.save(tmp_path / "state.npz")
+        with pytest.raises(
+            ValueError, match="another model of the same shapes: another checkpoint, rule or quantisation"
+        ):
+            runner.load_state(tmp_path / "state.npz")
+        with pytest.raises(ValueError, match="another model of the same shapes"):
+            runner([[3]], other.new_state())
+    same.new_state().save(tmp_path / "state.npz")
+    runner.load_state(tmp_path / "state.npz")
+    np.savez(tmp_path / "old.npz", num_tokens=3, **runner.new_state().arrays)  # as older versions wrote it
+    assert runner.load_state(tmp_path / "old.npz").num_tokens == 3
+
+
 def test_streamed_text_is_whole_characters_and_together_the_generated_text(runner, monkeypatch):
     tokens = iter([*"é€".encode(), 0xE2, 0x82])  # the last character is not complete
     monkeypatch.setattr(Runner, "stream_ids", lambda *_, **__: (np.array([token]) for token in tokens))

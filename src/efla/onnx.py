@@ -6,6 +6,7 @@ Shapes: B batch, T tokens.
 from __future__ import annotations
 
 import json
+import os
 import zipfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -27,15 +28,28 @@ _BOUNDARY = 0  # the token of the byte tokenizer that starts and ends a text
 
 @dataclass
 class State:
-    """What the model remembers: arrays by the names of the graph's inputs, and the number of tokens they have seen."""
+    """What the model remembers: arrays by the names of the graph's inputs, and the number of tokens they have seen.
+
+    model: which exported model made it, the ``efla.model`` of its metadata; empty if that is not known.
+    """
 
     arrays: dict[str, NDArray[np.float32]]
     num_tokens: int = 0
+    model: str = ""
 
     def save(self, path: str | Path) -> None:
-        """Write an .npz file; :meth:`Runner.load_state` reads it."""
-        with open(path, "wb") as file:
-            np.savez(file, num_tokens=np.int64(self.num_tokens), **self.arrays)  # type: ignore[arg-type]
+        """Write an .npz file, which :meth:`Runner.load_state` reads; an old one is replaced when the new one is complete."""
+        path = Path(path)
+        temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+        entries: dict[str, Any] = {"num_tokens": np.int64(self.num_tokens), "model": np.str_(self.model), **self.arrays}
+        try:
+            with open(temporary, "wb") as file:
+                np.savez(file, **entries)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(temporary, path)
+        finally:
+            temporary.unlink(missing_ok=True)
 
 
 class Runner:
@@ -80,6 +94,7 @@ class Runner:
             )
         self.config: dict[str, Any] = json.loads(self.metadata["efla.config"])
         self.states: list[dict[str, Any]] = json.loads(self.metadata["efla.states"])
+        self._model = self.metadata.get("efla.model", "")  # not in files of older versions
         self._outputs = ["logits", *(state["output"] for state in self.states)]
         tokenizer = self.metadata["efla.tokenizer"]
         self._tokenizer = None if tokenizer == "none" else _Tokenizer(tokenizer)
@@ -88,11 +103,15 @@ class Runner:
         """The state before the first token."""
         sizes = {"batch": batch_size, "past": 0}
         return State(
-            {s["input"]: np.zeros([sizes.get(size, size) for size in s["shape"]], np.float32) for s in self.states}
+            {s["input"]: np.zeros([sizes.get(size, size) for size in s["shape"]], np.float32) for s in self.states},
+            model=self._model,
         )
 
     def load_state(self, path: str | Path) -> State:
-        """A state written by :meth:`State.save`."""
+        """A state written by :meth:`State.save`, refused if another model made it.
+
+        Files of older versions do not say which model they belong to; then only names and shapes are compared.
+        """
         try:
             with np.load(path, allow_pickle=False) as file:
                 arrays = {name: file[name] for name in file.files}
@@ -102,7 +121,7 @@ class Runner:
             ) from error
         if "num_tokens" not in arrays:
             raise ValueError(f"{path} is not a state: it has no entry 'num_tokens'; write it with State.save")
-        state = State(arrays, int(arrays.pop("num_tokens")))
+        state = State(arrays, int(arrays.pop("num_tokens")), str(arrays.pop("model", "")))
         first = arrays.get(self.states[0]["input"])
         self._check_state(state, 1 if first is None else len(first))
         return state
@@ -115,7 +134,7 @@ class Runner:
         self._check_state(state, len(tokens))
         logits, *arrays = self.session.run(self._outputs, {"input_ids": tokens, **state.arrays})
         names = [state["input"] for state in self.states]
-        return logits, State(dict(zip(names, arrays, strict=True)), state.num_tokens + tokens.shape[1])
+        return logits, State(dict(zip(names, arrays, strict=True)), state.num_tokens + tokens.shape[1], self._model)
 
     def generate(self, prompt: str, **options: Any) -> str:
         """The text that follows the prompt; options as in :meth:`stream`."""
@@ -215,6 +234,11 @@ class Runner:
                     f"{name} of the state must have shape {shape}, got {given}; "
                     "a state belongs to one model and one batch size. Start with Runner.new_state"
                 )
+        if state.model and self._model and state.model != self._model:
+            raise ValueError(
+                "the state belongs to another model of the same shapes: another checkpoint, rule or quantisation; "
+                "continue it with the file that made it, or start with Runner.new_state"
+            )
 
 
 def sample(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import hashlib
 import json
 import tempfile
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ import numpy as np
 import torch
 
 import efla
+from efla.models.identity import identify
 from efla.models.modeling_efla import EflaForCausalLM
 from efla.models.tokenizer import is_byte_tokenizer
 from efla.onnx import FORMAT, Runner
@@ -68,6 +70,7 @@ def export_onnx(
         "efla.format": str(FORMAT),
         "efla.version": efla.__version__,
         "efla.config": model.config.to_json_string(use_diff=False),
+        "efla.model": _identity(model, quantize),
         "efla.states": json.dumps(graph.states),
         "efla.tokenizer": _describe(tokenizer),
         "efla.quantize": quantize or "none",
@@ -92,6 +95,11 @@ def export_onnx(
     if not is_large:
         path.with_name(external).unlink(missing_ok=True)  # of an earlier, larger model
     return Exported(path, sum(file.stat().st_size for file in files), difference, scale)
+
+
+def _identity(model: EflaForCausalLM, quantize: str | None) -> str:
+    """A hash of what a state of the exported model depends on."""
+    return hashlib.sha256(json.dumps({**identify(model), "quantize": quantize}, sort_keys=True).encode()).hexdigest()
 
 
 def _describe(tokenizer: Any) -> str:
