@@ -33,6 +33,7 @@ __all__ = [
     "Deviation",
     "Expected",
     "ScanInputs",
+    "assert_batch_invariant",
     "assert_close",
     "assert_matches_oracle",
     "deviation",
@@ -60,6 +61,8 @@ KINDS = {
 # One rounding band, in units of the last place of the result's largest entry. A sum of K or C products in another order
 # moves a result by a few of these; a wrong formula moves it by millions.
 _BAND_ULPS = {torch.float64: 4096, torch.float32: 16, torch.bfloat16: 1, torch.float16: 1}
+_Part = Callable[[Tensor], Tensor]
+_Results = dict[str, Tensor]
 
 
 @dataclass(frozen=True)
@@ -101,32 +104,61 @@ class ScanInputs:
 
 
 def assert_batch_invariant(rule: str, backend: str, dtype: torch.dtype = torch.float32) -> None:
-    """Assert that a sequence gives the same bits in a batch, alone, packed, in two parts, and on one thread or two."""
-    made = make_inputs(rule, batch=3, length=70, key_dim=24, dtype=dtype)
-    boundaries = torch.tensor([0, 30, 100])
+    """Assert that what runs beside a sequence does not change its bits: its outputs, final state and gradients.
 
-    def attend(part: Callable[[Tensor], Tensor], **options: Tensor) -> tuple[Tensor, Tensor]:
-        return replace(made, **{name: part(x) for name, x in made.tensors().items()}, **options).call(backend)  # type: ignore[arg-type]
+    70 tokens run alone, in a batch of three, packed after 5 others, and on one thread and two; without gradients also in two
+    calls, cut after 36 tokens (a multiple of 4).
+    """
+    made = make_inputs(rule, batch=3, length=70, key_dim=24, initial_state=True, dtype=dtype)
+    weights = cotangents(made.v, made.tensors()["initial_state"])  # of o and the final state
 
-    o, state = (x[1:2] for x in attend(lambda x: x))
-    packed_o, packed_state = attend(lambda x: torch.cat([x[:1, :30], x[1:2]], dim=1), cu_seqlens=boundaries)
-    first_o, first_state = attend(lambda x: x[1:2, :36])
-    last_o, last_state = attend(lambda x: x[1:2, 36:], initial_state=first_state)
+    def whole(x: Tensor) -> Tensor:
+        return x
+
+    def row(x: Tensor) -> Tensor:
+        return x[1:2]
+
+    def part(tokens: _Part, states: _Part) -> ScanInputs:
+        named = {name: (states if name == "initial_state" else tokens)(x) for name, x in made.tensors().items()}
+        return replace(made, **named)  # type: ignore[arg-type]
+
+    def attend(tokens: _Part, states: _Part, own: _Part = whole, own_state: _Part = whole, **given: Tensor) -> _Results:
+        """The sequence's own part of what these parts of the inputs give."""
+        inputs = replace(part(tokens, states), **given)  # type: ignore[arg-type]
+        leaves = {name: x.detach().clone().requires_grad_() for name, x in inputs.tensors().items()}
+        o, state = replace(inputs, **leaves).call(backend)  # type: ignore[arg-type]
+        upstream = tokens(weights[0]).to(o.dtype), states(weights[1]).to(state.dtype)
+        grads = torch.autograd.grad((o, state), list(leaves.values()), upstream, materialize_grads=True)
+        results = dict(zip(("o", "final_state"), inputs.call(backend), strict=True))
+        results |= {"o with gradients": o, "final_state with gradients": state}
+        results |= {f"grad_{name}": grad for name, grad in zip(leaves, grads, strict=True)}
+        return {name: (own_state if "_state" in name else own)(x) for name, x in results.items()}
+
+    expected = attend(row, row)
+    first_o, middle = part(lambda x: x[1:2, :36], row).call(backend)
+    last_o, last = part(lambda x: x[1:2, 36:], lambda _: middle).call(backend)
     found = {
-        "the batch": attend(lambda x: x[1:2]),
-        "packing": (packed_o[:, 30:], packed_state[1:]),
-        "a cut after 36 tokens": (torch.cat([first_o, last_o], dim=1), last_state),
+        "the batch": attend(whole, whole, row, row),
+        "packing": attend(
+            lambda x: torch.cat([x[:1, :5], x[1:2]], dim=1),
+            lambda x: x[:2],
+            lambda x: x[:, 5:],
+            lambda x: x[1:],
+            cu_seqlens=torch.tensor([0, 5, 75]),
+        ),
+        "a cut after 36 tokens": {"o": torch.cat([first_o, last_o], dim=1), "final_state": last},
     }
     threads = torch.get_num_threads()
     try:
         for count in (1, 2):
             torch.set_num_threads(count)
-            found[f"the number of threads ({count})"] = attend(lambda x: x[1:2])
+            found[f"the number of threads ({count})"] = attend(row, row)
     finally:
         torch.set_num_threads(threads)
-    for what, pair in found.items():
-        if not (torch.equal(pair[0], o) and torch.equal(pair[1], state)):
-            raise AssertionError(f"{what} changes the results of rule {rule!r} on {backend} in {dtype}")
+    for what, results in found.items():
+        changed = [name for name, x in results.items() if not torch.equal(x, expected[name])]
+        if changed:
+            raise AssertionError(f"{what} changes {', '.join(changed)} of rule {rule!r} on {backend} in {dtype}")
 
 
 def make_inputs(

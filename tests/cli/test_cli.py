@@ -8,6 +8,7 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
 import efla
 from efla import cli
@@ -171,8 +172,24 @@ def test_doctor_finds_every_backend_right_and_fits_a_screen(monkeypatch, capsys)
     shown = capsys.readouterr().out
     assert "right, " in shown
     assert all(name in shown for name in efla.backends())
-    assert "native: the same bits in any batch, packing and number of threads: yes" in shown
+    assert f"{doctor_module._PROMISE}: yes" in " ".join(shown.split())
     assert len(shown.splitlines()) <= 25
+
+
+def test_doctor_names_what_changes_the_bits_of_a_sequence(monkeypatch, capsys):
+    attend = efla.linear_attention
+
+    def wrong(**given):
+        o, state = attend(**given)
+        k = given["k"]
+        is_wrong = given["cu_seqlens"] is not None and k.dtype == torch.float16 and given["rule"] == "delta"
+        return (o + (k - k.detach()).sum() if is_wrong else o), state
+
+    monkeypatch.setattr("efla.testing.linear_attention", wrong)
+    monkeypatch.setattr(doctor_module, "check_backend", lambda name: doctor_module.BackendReport(name, None, None, 0.0))
+    assert cli.main(["doctor"]) == 1
+    shown = " ".join(capsys.readouterr().out.split())
+    assert f"{doctor_module._PROMISE}: NO: packing changes grad_k of rule 'delta' on native in torch.float16" in shown
 
 
 def test_doctor_reports_a_backend_that_is_wrong(monkeypatch, capsys):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 from dataclasses import replace
 
@@ -125,23 +126,35 @@ def test_a_sequence_may_be_cut_after_a_multiple_of_four_tokens_into_parts_of_mor
         assert torch.equal(state, whole[1]), cut
 
 
-@pytest.mark.parametrize("rule", ["efla", "gated_efla"])
-def test_gradients_do_not_depend_on_the_batch_or_the_packing(rule):
-    inputs = make_inputs(rule, batch=2, length=70)
-    weight = torch.randn(inputs.v.shape, generator=torch.Generator().manual_seed(1))
+BESIDE = {
+    "the batch": lambda given: len(given["k"]) == 3,
+    "packing": lambda given: given["cu_seqlens"] is not None,
+    "a cut after 36 tokens": lambda given: given["k"].shape[1] == 34,
+    "the number of threads (2)": lambda given: torch.get_num_threads() == 2,
+}
+CHANGED = {
+    "o": lambda o, state, k: (o * 1.01, state),
+    "final_state": lambda o, state, k: (o, state * 1.01),
+    "grad_k": lambda o, state, k: (o + (k - k.detach()).sum(), state),
+}
 
-    def gradients(part, **options):
-        given = [None if x is None else part(x).clone().requires_grad_() for x in inputs_of(inputs)]
-        o, _ = efla.linear_attention(*given, rule=rule, backend="native", **options)
-        (o * part(weight)).sum().backward()
-        return [x.grad for x in given if x is not None]
 
-    together = gradients(lambda x: x)
-    alone = gradients(lambda x: x[1:])
-    boundaries = torch.tensor([0, 5, 75])
-    packed = gradients(lambda x: torch.cat([x[:1, :5], x[1:]], dim=1), cu_seqlens=boundaries)
-    for a, b, c in zip(together, alone, packed, strict=True):
-        assert torch.equal(a[1:], b) and torch.equal(c[:, 5:], b)
+@pytest.mark.parametrize(
+    ("what", "changed"), [(w, c) for w in BESIDE for c in CHANGED if "cut" not in w or c != "grad_k"]
+)
+def test_a_change_of_the_bits_is_found_and_named(what, changed, monkeypatch):
+    attend = efla.linear_attention
+
+    def wrong(**given):
+        results = attend(**given)
+        return CHANGED[changed](*results, given["k"]) if BESIDE[what](given) else results
+
+    monkeypatch.setattr("efla.testing.linear_attention", wrong)
+    torch.set_num_threads(1)
+    with pytest.raises(
+        AssertionError, match=rf"^{re.escape(what)} changes {changed}\b.* of rule 'efla' on native in torch"
+    ):
+        assert_batch_invariant("efla", "native")
 
 
 def inputs_of(inputs):
