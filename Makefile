@@ -52,10 +52,11 @@ test: setup
 test-all: setup test-portable test-sanitizers test-arm test-gpu-sim test-onnx test-floor
 	EFLA_FLA_PYTHON=$(abspath $(GPU_VENV))/bin/python $(BIN)/python -m pytest -n 2 -m 'not gpu_sim' --durations=20
 
-# The GPU backend without a GPU: kernels in Triton's interpreter, and compiled ahead of time. flash-linear-attention and
-# triton are installed into an environment of their own that sees the project's, so that the rest is tested without them.
+# The GPU backend without a GPU: kernels in Triton's interpreter, and compiled ahead of time; and flash-linear-attention's
+# own signatures and layers, on our CPU kernels. It and triton are installed into an environment of their own that sees the
+# project's, so that the rest is tested without them.
 test-gpu-sim: $(GPU_STAMP)
-	TRITON_INTERPRET=1 FLA_CACHE_RESULTS=0 $(GPU_VENV)/bin/python -m pytest -n 2 -m gpu_sim --durations=10 tests/bench/gpu
+	TRITON_INTERPRET=1 FLA_CACHE_RESULTS=0 $(GPU_VENV)/bin/python -m pytest -n 2 -m gpu_sim --durations=10 tests/bench/gpu tests/test_ops.py
 
 $(GPU_STAMP): $(STAMP)
 	$(BIN)/python -m venv $(GPU_VENV)

@@ -38,13 +38,13 @@ SIGNATURES = {
         "q k v g beta scale=None initial_state=None output_final_state=False use_qk_l2norm_in_kernel=False "
         "use_beta_sigmoid_in_kernel=False allow_neg_eigval=False state_v_first=False cu_seqlens=None cu_seqlens_cpu=None "
         "chunk_indices=None cp_context=None",
-        "use_gate_in_kernel=False A_log=None dt_bias=None chunk_size=64 head_first=False transpose_state_layout=False",
+        "use_gate_in_kernel=False A_log=None dt_bias=None chunk_size=64 head_first=False transpose_state_layout=None",
     ),
     "fused_recurrent_gated_delta_rule": (
         "q k v g=None gk=None gv=None beta=None scale=None initial_state=None output_final_state=False "
         "use_qk_l2norm_in_kernel=False use_gate_in_kernel=False A_log=None dt_bias=None use_beta_sigmoid_in_kernel=False "
         "allow_neg_eigval=False state_v_first=False cu_seqlens=None",
-        "transpose_state_layout=False",
+        "chunk_size=64 head_first=False transpose_state_layout=None",
     ),
     "naive_recurrent_gated_delta_rule": (
         "q k v beta g scale=None initial_state=None output_final_state=False",
@@ -78,13 +78,17 @@ def test_arguments_their_order_and_defaults_are_those_of_flash_linear_attention(
     assert efla.ops.fused_recurrent_gdn is efla.ops.fused_recurrent_gated_delta_rule
 
 
+@pytest.mark.gpu_sim
 def test_the_table_is_that_of_the_installed_flash_linear_attention() -> None:
     fla = pytest.importorskip("fla", reason="flash-linear-attention is not installed")
     if not fla.__version__.startswith("0.6."):
         pytest.skip(f"the table is that of 0.6, installed is {fla.__version__}")
     delta, gated = pytest.importorskip("fla.ops.delta_rule"), pytest.importorskip("fla.ops.gated_delta_rule")
-    for name, (positional, _) in SIGNATURES.items():
-        assert parameters(inspect.unwrap(getattr(gated if "gated" in name else delta, name)))[0] == positional, name
+    for name, (positional, keywords) in SIGNATURES.items():
+        theirs = inspect.unwrap(getattr(gated if "gated" in name else delta, name))
+        assert parameters(theirs)[0] == positional, name
+        kinds = {p.kind for p in inspect.signature(theirs).parameters.values()}
+        assert (inspect.Parameter.VAR_KEYWORD in kinds) == bool(keywords), name
     public = {*delta.__all__, *gated.__all__} - {"fused_chunk_delta_rule"}  # raises there
     assert public <= set(efla.ops.__all__)
 
@@ -131,6 +135,14 @@ def test_what_the_kernel_computes_there_is_computed_here(name: str) -> None:
     torch.testing.assert_close((got[0], got[1].transpose(2, 3)), expected, rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("name", ["chunk_gdn", "fused_recurrent_gdn"])
+def test_the_former_name_of_state_v_first_and_defaults_given_by_name_are_taken(name: str) -> None:
+    given = arguments("gated_delta", length=20)
+    o, state = run(name, given, state_v_first=True)
+    got = run(name, given, transpose_state_layout=True, chunk_size=64, head_first=False)
+    torch.testing.assert_close(got, (o, state), rtol=0, atol=0)
+
+
 def test_half_states_mixed_dtypes_and_missing_inputs_are_taken() -> None:
     given = arguments("gated_delta", length=20)
     wide = run("chunk_gdn", given)
@@ -163,6 +175,17 @@ def test_the_naive_functions_are_the_rule_in_float32() -> None:
         ("chunk_gdn", {"head_first": True}, r"takes no head_first: inputs are \[B, T, H, D\]"),
         ("fused_recurrent_gdn", {"gk": torch.zeros(1)}, "takes no gk: a gate has one value per head"),
         ("fused_recurrent_gdn", {"gv": torch.zeros(1)}, "takes no gv: a gate has one value per head"),
+        ("fused_recurrent_gdn", {"head_first": True}, r"takes no head_first: inputs are \[B, T, H, D\]"),
+        ("fused_recurrent_gdn", {"chunk_size": 32}, "takes no chunk_size: a fused_recurrent_ function has no chunks"),
+        *(
+            (
+                name,
+                {"state_v_first": True, "transpose_state_layout": old},
+                "no transpose_state_layout beside state_v_first",
+            )
+            for name in ("chunk_gdn", "fused_recurrent_gdn")
+            for old in (False, True)
+        ),
         ("chunk_gdn", {"use_gate_in_kernel": True}, "needs g, before its activation, and A_log"),
         ("chunk_gdn", {"allow_neg_eigval": True}, "needs use_beta_sigmoid_in_kernel=True"),
         ("chunk_gdn", {"chunk_size": 48}, "chunk_size must be one of"),

@@ -5,7 +5,8 @@ q, k: [B, T, H, K]; v: [B, T, HV, V]; beta, g: [B, T, HV] with g the logarithm o
 
 Arguments, their order and defaults are those of flash-linear-attention 0.6. ``chunk_`` and ``fused_recurrent_`` compute
 the same: the backend decides how to run. Accepted and not needed here: ``cu_seqlens_cpu``, ``chunk_indices`` (copies for
-the GPU). Refused unless left at their defaults: ``cp_context``, ``head_first``, ``gk`` and ``gv``.
+the GPU). Refused unless left at their defaults: ``cp_context``, ``head_first``, ``gk``, ``gv`` and, in gated
+``fused_recurrent_`` functions, ``chunk_size``.
 """
 
 from collections.abc import Callable
@@ -40,6 +41,7 @@ _REFUSED = {
     "head_first": "inputs are [B, T, H, D]; pass x.transpose(1, 2)",
     "gk": "a gate has one value per head, not one per key channel; pass g",
     "gv": "a gate has one value per head, not one per value channel; pass g",
+    "chunk_size": "a fused_recurrent_ function has no chunks; leave it at 64, or call the chunk_ function",
 }
 
 
@@ -108,13 +110,13 @@ def _chunk_gated(rule: str) -> Callable[..., Result]:
         dt_bias: Tensor | None = None,
         chunk_size: int = 64,
         head_first: bool = False,
-        transpose_state_layout: bool = False,
+        transpose_state_layout: bool | None = None,
     ) -> Result:
         _refuse(cp_context=cp_context, head_first=head_first)
         g = _gate(g, A_log, dt_bias) if use_gate_in_kernel else g
         beta = _beta(beta, use_beta_sigmoid_in_kernel, allow_neg_eigval)
         options = (scale, initial_state, output_final_state, use_qk_l2norm_in_kernel, cu_seqlens)
-        state_v_first = state_v_first or transpose_state_layout
+        state_v_first = _state_layout(state_v_first, transpose_state_layout)
         return _run(rule, q, k, v, beta, g, *options, state_v_first=state_v_first, chunk_size=chunk_size)
 
     return function
@@ -141,13 +143,15 @@ def _fused_recurrent_gated(rule: str, ungated: str) -> Callable[..., Result]:
         state_v_first: bool = False,
         cu_seqlens: Tensor | None = None,
         *,
-        transpose_state_layout: bool = False,
+        chunk_size: int = 64,
+        head_first: bool = False,
+        transpose_state_layout: bool | None = None,
     ) -> Result:
-        _refuse(gk=gk, gv=gv)
+        _refuse(gk=gk, gv=gv, head_first=head_first, chunk_size=None if chunk_size == 64 else chunk_size)
         g = _gate(g, A_log, dt_bias) if use_gate_in_kernel else g
         beta = _beta(beta, use_beta_sigmoid_in_kernel, allow_neg_eigval)
         options = (scale, initial_state, output_final_state, use_qk_l2norm_in_kernel, cu_seqlens)
-        state_v_first = state_v_first or transpose_state_layout
+        state_v_first = _state_layout(state_v_first, transpose_state_layout)
         return _run(ungated if g is None else rule, q, k, v, beta, g, *options, state_v_first=state_v_first)
 
     return function
@@ -190,6 +194,17 @@ def _refuse(**arguments: object) -> None:
     for name, value in arguments.items():
         if value is not None and value is not False:
             raise ValueError(f"efla.ops takes no {name}: {_REFUSED[name]}")
+
+
+def _state_layout(state_v_first: bool, transpose_state_layout: bool | None) -> bool:
+    """state_v_first, which flash-linear-attention also takes by its former name, but not by both."""
+    if transpose_state_layout is None:
+        return state_v_first
+    if state_v_first:
+        raise ValueError(
+            "efla.ops takes no transpose_state_layout beside state_v_first, its new name; pass state_v_first alone"
+        )
+    return transpose_state_layout
 
 
 def _gate(g: Tensor | None, log_rate: Tensor | None, bias: Tensor | None) -> Tensor:
