@@ -183,7 +183,7 @@ def test_a_registry_that_is_missing_is_named():
         register()
 
 
-def test_no_cpu_tensor_reaches_an_installed_flash_linear_attention(tmp_path):
+def test_no_cpu_tensor_reaches_an_installed_flash_linear_attention(door, tmp_path):
     """A stand-in for fla whose functions refuse everything, as Triton refuses CPU tensors."""
     folder = tmp_path / "fla" / "ops" / "gated_delta_rule"
     folder.mkdir(parents=True)
@@ -196,11 +196,10 @@ def test_no_cpu_tensor_reaches_an_installed_flash_linear_attention(tmp_path):
     script = (
         f"import sys; sys.path.insert(0, {str(tmp_path)!r})\n"
         "import pytest, torch\n"
-        "from efla.integrations.transformers import accelerate_cpu\n"
-        "from tests.integrations.test_doors import HYBRID, random_ids, small_model\n"
+        f"from tests.integrations.test_doors import HYBRID, {door.__name__}, random_ids, small_model\n"
         "model, ids = small_model('qwen3_5', **HYBRID), torch.tensor([random_ids(20)])\n"
         "with pytest.raises(RuntimeError, match='no CPU tensors'): model(ids)\n"
-        "with accelerate_cpu(): model.generate(ids, max_new_tokens=3); model(ids, labels=ids).loss.backward()\n"
+        f"with {door.__name__}(model): model.generate(ids, max_new_tokens=3); model(ids, labels=ids).loss.backward()\n"
     )
     result = run_fresh(script)
     assert result.returncode == 0, result.stderr
