@@ -107,6 +107,55 @@ def test_tools_that_never_import_efla_open_the_folder(tmp_path, monkeypatch):
     assert len((tmp_path / "m/modeling_efla.py").read_text().splitlines()) == 1
 
 
+HARNESS = """
+import functools, sys
+import lm_eval.tasks
+from lm_eval.__main__ import cli_evaluate
+# Without the 14,000 files of its own tasks, which it would read for twenty seconds.
+lm_eval.tasks.TaskManager = functools.partial(lm_eval.tasks.TaskManager, include_defaults=False)
+assert "efla" not in sys.modules
+cli_evaluate()
+"""
+TASK = """
+task: tiny
+dataset_path: json
+dataset_kwargs: {data_files: {test: RECORDS}}
+test_split: test
+output_type: multiple_choice
+doc_to_text: "{{text}}"
+doc_to_choice: "{{choices}}"
+doc_to_target: label
+target_delimiter: ""
+metric_list: [{metric: acc}]
+"""
+
+
+def test_lm_evaluation_harness_scores_the_folder_without_an_import_of_ours(tmp_path, monkeypatch):
+    pytest.importorskip("lm_eval", reason="the extra 'eval' is not installed")
+    for name, value in {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "HF_HOME": str(tmp_path / "home")}.items():
+        monkeypatch.setenv(name, value)
+    model, tokenizer, folder = tiny_model(vocab_size=256), ByteTokenizer(), tmp_path / "m"
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    records = [{"text": "To be or", "choices": [" not", " be"], "label": n} for n in (0, 1)]
+    (tmp_path / "records.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    (tmp_path / "tiny.yaml").write_text(TASK.replace("RECORDS", json.dumps(str(tmp_path / "records.jsonl"))))
+    command = ["--model", "hf", "--model_args", f"pretrained={folder},trust_remote_code=True", "--device", "cpu"]
+    done = run_fresh(
+        HARNESS, *command, "--tasks", tmp_path / "tiny.yaml", "--output_path", tmp_path / "out", "--log_samples"
+    )
+    assert done.returncode == 0, done.stderr
+    (samples,) = (tmp_path / "out").rglob("samples_*.jsonl")
+    found = [json.loads(line)["filtered_resps"] for line in samples.read_text().splitlines()]
+    for choices in found:
+        for choice, (log_likelihood, _) in zip(records[0]["choices"], choices, strict=True):
+            tokens = torch.tensor([tokenizer.encode("To be or" + choice)])
+            log_p = logits_of(model, tokens)[0, :-1].log_softmax(-1).gather(1, tokens[0, 1:, None])
+            assert float(log_likelihood) == pytest.approx(float(log_p[-len(choice) :].sum()), abs=1e-4)
+    (results,) = (tmp_path / "out").rglob("results_*.json")
+    assert json.loads(results.read_text())["results"]["tiny"]["acc,none"] == 0.5
+
+
 def test_sharded_weights_load(tmp_path):
     model, tokens = tiny_model(), random_tokens(2, 9)
     model.save_pretrained(tmp_path, max_shard_size="20KB")
