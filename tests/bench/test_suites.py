@@ -38,6 +38,7 @@ SMALL = {
             "HEADLINE": [TINY] * 2,
             "LENGTHS": [16, 32],
             "SHORT_LENGTHS": [24],
+            "GROWTH": {"tokens": [TINY] * 2, "sequences": [TINY], "heads": [TINY]},
             "DECODE_BATCHES": [1],
             "SGEMM_SIZE": 16,
             "SAMPLE_SECONDS": 0.0,
