@@ -72,7 +72,7 @@ test-onnx: setup
 	EFLA_ONNX_PYTHON=$(abspath .venv-onnx)/bin/python $(BIN)/python -m pytest tests/test_onnx.py
 
 # Models on the oldest supported transformers and on the newest: environments of their own that see the project's.
-FLOORS := 5.21.0 5.23.0
+FLOORS := 5.18.0 5.23.0
 test-floor: setup
 	for version in $(FLOORS); do \
 		test -x .venv-floor/$$version/bin/python || $(PYTHON) -m venv .venv-floor/$$version || exit 1; \

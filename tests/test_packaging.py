@@ -25,6 +25,14 @@ def test_version_is_stated_once_and_agrees_everywhere():
     assert not released or released[0] == efla.__version__
 
 
+def test_the_lowest_supported_transformers_is_the_one_that_is_tested_and_named():
+    floor = re.search(r'"transformers>=([\d.]+)"', (ROOT / "pyproject.toml").read_text())
+    tested = re.search(r"^FLOORS := (\S+)", (ROOT / "Makefile").read_text(), flags=re.MULTILINE)
+    assert floor is not None and tested is not None and tested[1] == f"{floor[1]}.0"
+    assert f"transformers >= {floor[1]}." in (ROOT / "constraints.txt").read_text()
+    assert f"transformers {floor[1]} or newer" in (ROOT / "docs/howto/install.md").read_text()
+
+
 def test_an_sdist_holds_the_sources_and_nothing_else():
     complete = TOP | PAGE | tracked("src", "csrc") | {"PKG-INFO"}
     assert sdist_problems(complete) == []

@@ -11,6 +11,7 @@ from transformers import DynamicCache, StaticCache
 
 from efla.models import EflaForCausalLM, accounting
 from efla.models.cache import cached_state_bytes, seen_tokens
+from efla.models.compat import cached_states
 from efla.testing import assert_close
 from tests.models.tiny import ALL, EFLA, HYBRID, MAIN, exact_and_rounded, random_tokens, tiny_config, tiny_model
 from tests.rounding import assert_same_but_rounding
@@ -80,7 +81,7 @@ def test_state_memory_is_the_formula_s_and_does_not_grow(fields):
 def test_a_half_precision_model_keeps_a_float32_memory():
     model = tiny_model().to(torch.bfloat16)
     cache = model(random_tokens(2, 10), use_cache=True).past_key_values
-    assert cache.get_recurrent_state(0).dtype == torch.float32
+    assert cached_states(cache, 0)[1].dtype == torch.float32
     assert cached_state_bytes(cache) == 2 * accounting.state_bytes(model.config, torch.bfloat16)
 
 

@@ -9,6 +9,7 @@ import torch
 from transformers import DynamicCache, GenerationConfig
 
 from efla import rules
+from efla.models.compat import cached_states
 from efla.native import rows
 from efla.testing import assert_close
 from tests.models.tiny import ALL, EFLA, HYBRID, MAIN, OTHERS, random_tokens, tiny_model
@@ -196,8 +197,8 @@ def test_speculative_sampling_takes_back_what_it_rejects():
     with torch.no_grad():
         expected = model(seen, use_cache=True).past_key_values
     for layer in range(4):
-        found = cache.get_recurrent_state(layer)
-        torch.testing.assert_close(found, expected.get_recurrent_state(layer), atol=1e-10, rtol=1e-10)
+        found = cached_states(cache, layer)
+        torch.testing.assert_close(found, cached_states(expected, layer), atol=1e-10, rtol=1e-10)
 
 
 def test_generation_settings_travel_with_the_model(tmp_path):

@@ -14,6 +14,7 @@ from efla import rules
 from efla.layers.attention import DecodingStep
 from efla.layers.blocks import SwiGLU
 from efla.layers.linear import apply_linear, is_plain, plain_weights
+from efla.models.compat import cached_states
 from efla.native import rows
 from efla.scans.api import linear_attention
 from efla.scans.backends import native
@@ -238,7 +239,7 @@ def _decode_layer(self: Any, x: Tensor, cache: Any) -> Tensor | None:
 
 def _decoding_step(mixer: Any, x: Tensor, cache: Any) -> DecodingStep | None:
     """What the decoding kernels take beside x [B, 1, d] and the products' weights; ``None`` where they do not apply."""
-    conv_state, memory = cache.get_conv_state(mixer.layer_idx), cache.get_recurrent_state(mixer.layer_idx)
+    conv_state, memory = cached_states(cache, mixer.layer_idx)
     conv, norm = mixer.conv1d, mixer.norm
     if (
         memory is None

@@ -39,6 +39,7 @@ from efla.integrations.gated_delta import (
     with_decoding,
     with_layer_decoding,
 )
+from efla.models.compat import OLDER_GATED_DELTA_NET
 from efla.models.inputs import boundaries_of_positions, boundaries_of_starts, find_packing, positions_of_packed
 from efla.scans.validation import checks_values
 
@@ -112,10 +113,10 @@ def register() -> None:
     from transformers.utils import import_utils
 
     if not import_utils.is_kernels_available():
-        low, high = (getattr(import_utils, f"KERNELS_{end}_VERSION", None) for end in ("MIN", "MAX"))
         raise ImportError(
-            f"transformers' registry needs the kernels package, {low} <= version < {high} for this transformers; "
-            "install it, or use accelerate_cpu(), which needs no package"
+            f"transformers' registry needs the kernels package, {import_utils.KERNELS_MIN_VERSION} <= version < "
+            f"{import_utils.KERNELS_MAX_VERSION} for this transformers; install it, or use accelerate_cpu(), "
+            "which needs no package"
         )
     from kernels import Mode, register_kernel_mapping
 
@@ -231,8 +232,7 @@ _GATED_DELTA_NET = frozenset({
     "norm", "out_proj", "pop", "reshape", "shape", "sigmoid", "softplus", "split", "squeeze", "torch",
     "torch_chunk_gated_delta_rule", "torch_recurrent_gated_delta_rule", "transpose", "update_conv_state",
     "update_recurrent_state", "value_dim", "weight",
-    "num_k_heads", "num_v_heads", "repeat_interleave",  # before 5.23: keys of grouped values, which the kernel need not repeat
-})  # fmt: skip
+}) | OLDER_GATED_DELTA_NET  # fmt: skip
 
 
 def _names_used(owner: type) -> frozenset[str]:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache, LinearAttentionLayer
 
 from efla.layers.attention import MixerState, Projected
+from efla.models.compat import cached_states
 
 REWINDABLE = 64
 """At least so many of the last tokens can be taken back after ``cache.activate_past_recording()``."""
@@ -26,8 +27,7 @@ def read_state(cache: Cache | None, layer_idx: int, batch_size: int) -> MixerSta
     """The state that the layer left in the cache, or ``None`` before the first token."""
     if cache is None:
         return None
-    conv = cache.get_conv_state(layer_idx)
-    memory = cache.get_recurrent_state(layer_idx)
+    conv, memory = cached_states(cache, layer_idx)
     if memory is None:
         return None
     if memory.shape[0] != batch_size:
@@ -256,7 +256,7 @@ def cached_state_bytes(cache: Cache) -> int:
     states: list[Tensor | None] = []
     for layer_idx, is_linear in enumerate(cache.is_linear):
         if is_linear:
-            states += [cache.get_conv_state(layer_idx), cache.get_recurrent_state(layer_idx)]
+            states += cached_states(cache, layer_idx)
     return sum(x.numel() * x.element_size() for x in states if x is not None)
 
 
