@@ -1,6 +1,5 @@
 """Linear maps: several of the same few rows in one kernel call, and with smaller weights."""
 
-import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
@@ -30,9 +29,8 @@ def is_plain(module: nn.Module, kind: type[nn.Module]) -> bool:
 class PackedLinear(nn.Module):
     """y = x W^T + b with W in float16, or in int8 with one scale for each output; x, y: [..., size].
 
-    A few rows are multiplied by our kernel, which rounds nothing but the weights. More rows are multiplied by float16
-    weights widened to float32, or by torch's fbgemm kernels with a second copy of the int8 weights; these round x to 7 bits
-    between its own smallest and largest number, because products of 8 bits would overflow the 16-bit sums of AVX2.
+    Only the weights are rounded. A few rows are multiplied by our kernel, more rows by torch with the weights widened to
+    float32 for the call: 8-bit products would also round x, and a prompt would then cost accuracy that its tokens do not.
     """
 
     weight: Tensor
@@ -43,34 +41,22 @@ class PackedLinear(nn.Module):
         self.in_features, self.out_features, self.weights = linear.in_features, linear.out_features, weights
         weight = linear.weight.detach().float()
         self.bias = None if linear.bias is None else linear.bias.detach().float()
-        self._packed: Any = None
         stored = weight.half() if weights == "float16" else weight
         if not stored.isfinite().all():
             raise ValueError(f"cannot store weights that are not finite as {weights}")
         if weights == "float16":
             self.weight = stored
             return
-        scales = (weight.abs().amax(1) / 127).clamp(min=torch.finfo(torch.float32).tiny)
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message=".*quantized tensor creation functions.*deprecated")
-            zeros = torch.zeros_like(scales, dtype=torch.long)
-            quantized = torch.quantize_per_channel(weight, scales, zeros, 0, torch.qint8)
-        self.weight = torch.cat([quantized.int_repr(), scales[:, None].view(torch.int8)], dim=1)
-        if "fbgemm" in torch.backends.quantized.supported_engines:
-            self._packed = torch.ops.quantized.linear_prepack(quantized, self.bias)
+        scales = (weight.abs().amax(1, keepdim=True) / 127).clamp(min=torch.finfo(torch.float32).tiny)
+        self.weight = torch.cat([(weight / scales).round().to(torch.int8), scales.view(torch.int8)], dim=1)
 
     def forward(self, x: Tensor) -> Tensor:
         if x.requires_grad:
             raise RuntimeError(f"{self.weights} weights have no backward pass; load the model without them to train")
         wide = x.float()
         few = rows.products(wide, [self.weight])
-        if few is not None:
-            y = few[0] if self.bias is None else few[0] + self.bias
-        elif self._packed is not None:
-            y = torch.ops.quantized.linear_dynamic(wide, self._packed, reduce_range=True)
-        else:
-            y = functional.linear(wide, self._widened(), self.bias)
-        return y.to(x.dtype)
+        y = self._widened_products(wide) if few is None else few[0]
+        return (y if self.bias is None else y.add_(self.bias)).to(x.dtype)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "PackedLinear":
         """Stays as it is: its weights have a dtype of their own, and kernels for the CPU only."""
@@ -78,12 +64,11 @@ class PackedLinear(nn.Module):
             raise RuntimeError(f"{self.weights} weights stay on the CPU; load the model without them to move it")
         return super()._apply(fn, recurse)
 
-    def _widened(self) -> Tensor:
-        """The weights [O, D] in float32."""
+    def _widened_products(self, x: Tensor) -> Tensor:
         if self.weights == "float16":
-            return self.weight.float()
+            return functional.linear(x, self.weight.float())
         numbers, scales = self.weight.split([self.in_features, 4], dim=1)
-        return numbers * scales.contiguous().view(torch.float32)
+        return functional.linear(x, numbers.float()).mul_(scales.contiguous().view(torch.float32).T)
 
     def extra_repr(self) -> str:
         return f"in_features={self.in_features}, out_features={self.out_features}, weights={self.weights}"
