@@ -96,6 +96,16 @@ def test_a_row_says_all_about_how_it_was_made(evaluated, folders):
     assert results["results"]["piqa"]["acc_stderr,none"] == rows["efla", "piqa"]["standard_errors"]["acc"]
 
 
+def test_int8_weights_are_evaluated_as_int8(folders, tmp_path):
+    scores = {}
+    for dtype in ("auto", "int8"):
+        settings = EvaluationSettings(data=folders / "data", tasks=("wikitext",), limit=1, dtype=dtype)
+        row = evaluate(models_of(folders, "efla"), settings, tmp_path / dtype, quiet_console())[0]
+        assert row["parameters"] == sum(p.numel() for p in trained("efla").parameters())
+        scores[dtype] = row["metrics"]["bits_per_byte"]
+    assert scores["int8"] != scores["auto"] == pytest.approx(scores["int8"], rel=0.01)
+
+
 def test_a_carried_state_gives_the_likelihood_of_whole_articles(folders, tmp_path):
     """In windows of 32 bytes, which would see little of an article, and as the sum over its items."""
     settings = EvaluationSettings(

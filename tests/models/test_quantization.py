@@ -14,7 +14,6 @@ from efla.layers.linear import PackedLinear
 from efla.models import EflaForCausalLM
 from efla.models.loading import load_model
 from efla.models.quantization import WEIGHTS, CpuWeightsConfig, pack_linears
-from efla.native import kernels
 from efla.testing import assert_close
 from tests.models.tiny import ALL, HYBRID, exact_and_rounded, random_tokens, tiny_model
 

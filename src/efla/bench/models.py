@@ -14,7 +14,7 @@ import efla
 from efla.bench import Suite, qwen, random_tokens, state
 from efla.bench.qwen import ACCELERATED, FLOOR, TRANSFORMERS, accelerated, products, qwen_model, sizes_of
 from efla.bench.scan import SAMPLE_SECONDS
-from efla.models.accounting import state_bytes
+from efla.models.accounting import parameter_count, state_bytes
 from efla.models.cache import cached_state_bytes
 from efla.models.quantization import WEIGHTS, pack_linears
 from efla.runs.timing import Measurement, compare, training_step
@@ -64,7 +64,7 @@ def llama_model(config: Any) -> Any:
 
 
 def parameter_counts(models: dict[str, Any]) -> str:
-    return ", ".join(f"{name} {sum(p.numel() for p in model.parameters()):,}" for name, model in models.items())
+    return ", ".join(f"{name} {parameter_count(model):,}" for name, model in models.items())
 
 
 def throughput(threads: int, rounds: int) -> Iterator[list[Measurement]]:

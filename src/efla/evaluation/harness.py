@@ -15,6 +15,7 @@ from efla.evaluation.likelihood import Request, Scores, families_and_singles, sc
 from efla.evaluation.perplexity import carried_log_likelihoods, rolling_log_likelihoods
 from efla.evaluation.responses import ResponseLog
 from efla.evaluation.tasks import silence_lm_eval
+from efla.models.accounting import parameter_count
 from efla.models.tokenizer import ByteTokenizer
 from efla.runs.progress import Counter, GridProgress
 from efla.runs.records import Record
@@ -86,7 +87,7 @@ class HarnessModel(HFLM):  # type: ignore[misc]
     def get_model_info(self) -> Record:
         """Facts for the harness's results; HFLM's version asks the hub."""
         return {
-            "model_num_parameters": sum(p.numel() for p in self.model.parameters()),
+            "model_num_parameters": parameter_count(self.model),
             "model_dtype": str(self.model.dtype),
         }
 

@@ -44,8 +44,8 @@ class EvaluationSettings:
     """Tokenizer folder or name if the model's folder has none; "bytes" for bytes, the default for a vocabulary of 256."""
     device: str = "auto"
     """auto, cpu or cuda."""
-    dtype: Literal["auto", "float32", "bfloat16", "float16", "float64"] = "auto"
-    """Precision of the weights; auto is the checkpoint's own."""
+    dtype: Literal["auto", "float32", "bfloat16", "float16", "float64", "int8"] = "auto"
+    """Precision of the weights; auto is the checkpoint's own, int8 that of efla generate --weights int8."""
     share: bool = True
     """Score the choices of a question from one pass over their common prefix; --no-share uses the harness's own path."""
     batch_tokens: Count = 4096
@@ -103,6 +103,7 @@ class Evaluation(ABC):
                     max_length=settings.max_length,
                     device=settings.device,
                     dtype=settings.dtype,
+                    weights="int8" if settings.dtype == "int8" else None,
                 )
                 earlier = _finished_cells(loaded, folder)
                 with accelerate_model(loaded.model):

@@ -1,7 +1,7 @@
 """Linear maps: several of the same few rows in one kernel call, and with smaller weights."""
 
 from collections.abc import Callable, Sequence
-from typing import Any, cast
+from typing import cast
 
 import torch
 from torch import Tensor, nn

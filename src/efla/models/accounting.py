@@ -5,12 +5,16 @@ from typing import cast
 import torch
 from torch import nn
 
+from efla.layers.linear import PackedLinear
 from efla.models.configuration_efla import EflaConfig
 
 
 def parameter_count(model: nn.Module) -> int:
-    """Number of distinct parameters of a model."""
-    return sum(p.numel() for p in model.parameters())
+    """Number of distinct parameters of a model, packed weights included."""
+    packed = [m for m in model.modules() if isinstance(m, PackedLinear)]
+    return sum(p.numel() for p in model.parameters()) + sum(
+        m.out_features * (m.in_features + (m.bias is not None)) for m in packed
+    )
 
 
 def count_parameters(config: EflaConfig) -> int:

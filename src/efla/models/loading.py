@@ -42,6 +42,7 @@ class Loaded:
     @property
     def facts(self) -> dict[str, Any]:
         """What a row says about the model."""
+        from efla.models.accounting import parameter_count
         from efla.models.tokenizer import is_byte_tokenizer
 
         config = self.model.config
@@ -49,7 +50,7 @@ class Loaded:
         return {
             "model_type": config.model_type,
             "mixers": ", ".join(f"{m} x {n}" for m, n in Counter(mixers).items()) if mixers else config.model_type,
-            "parameters": sum(p.numel() for p in self.model.parameters()),
+            "parameters": parameter_count(self.model),
             "vocabulary": int(config.get_text_config().vocab_size),
             "tokens": "bytes" if is_byte_tokenizer(self.tokenizer) else type(self.tokenizer).__name__,
         }

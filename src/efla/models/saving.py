@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from safetensors import SafetensorError, safe_open
 
-from efla.models.accounting import cache_bytes_per_token, state_bytes
+from efla.models.accounting import cache_bytes_per_token, parameter_count, state_bytes
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -172,7 +172,7 @@ def model_card(model: PreTrainedModel) -> str:
         task="text-classification" if is_classifier else "text-generation",
         tags="\n".join(f"- {name.replace('_', '-')}" for name in counts if name != "efla") or "- exact-flow",
         title=f"{type(model).__name__}: {' + '.join(counts)}",
-        parameters=sum(p.numel() for p in model.parameters()),
+        parameters=parameter_count(model),
         mixers=", ".join(f"{count} of {name}" for name, count in counts.items()),
         hidden=config.hidden_size,
         layers=config.num_hidden_layers,

@@ -19,6 +19,7 @@ from efla.data.sampling import RowSampler
 from efla.data.source import TextData, open_data, prepare_source, source_kind
 from efla.data.tokenizers import TextTokenizer, load_tokenizer
 from efla.interruption import Interruption, Stopped
+from efla.models.accounting import parameter_count
 from efla.runs.progress import Bars, clock
 from efla.runs.provenance import max_memory_gb
 from efla.train.checkpoint import Checkpoints
@@ -294,7 +295,7 @@ class Run:
         return model  # type: ignore[no-any-return]
 
     def _greeting(self) -> list[str]:
-        parameters = sum(p.numel() for p in self.model.parameters())
+        parameters = parameter_count(self.model)
         where = f"{self.engine.world} x {self.engine.device.type}, {self.engine.strategy}"
         begin = "from the start" if self.step == 0 else f"from step {self.step:,}"
         return [
