@@ -161,7 +161,7 @@ lint: setup
 	$(BIN)/lint-imports --no-cache
 
 bench: setup
-	$(BIN)/efla bench models --output benchmarks/results/models.json
+	$(BIN)/efla bench models --suite throughput contexts --output benchmarks/results/models.json
 	$(BIN)/efla bench scan --output benchmarks/results/scan-$(ISA).json
 
 # Other projects' gated delta rule beside ours, each in an environment of its own; nothing of theirs is kept. About ten minutes, of

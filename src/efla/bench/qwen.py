@@ -38,7 +38,7 @@ def sizes_of(config: EflaConfig) -> dict[str, Any]:
     return {**{name: getattr(config, name) for name in names}, "pad_token_id": None}
 
 
-def suite(width: int, layers: int, dtype: torch.dtype, *, training: bool = True) -> Suite:
+def suite(width: int, layers: int, dtype: torch.dtype) -> Suite:
     """Prefill and a training step at 2,048 tokens, and decoding, each beside the products of the same shapes.
 
     All layers have the gated delta rule, except that every fourth has softmax attention in decoding: transformers
@@ -65,10 +65,9 @@ def suite(width: int, layers: int, dtype: torch.dtype, *, training: bool = True)
         model = qwen_model(config).to(dtype)
         prefill = lambda: model.eval()(tokens, logits_to_keep=1, use_cache=False)  # noqa: E731
         yield compared(f"prefill {LENGTH}", prefill, products(model, LENGTH, 1), LENGTH)
-        if training:
-            optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
-            step = training_step(model, optimizer, lambda: model(tokens, labels=tokens, use_cache=False).loss)
-            yield compared(f"training step {LENGTH}", step, products(model, LENGTH, LENGTH, backward=True), LENGTH)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+        step = training_step(model, optimizer, lambda: model(tokens, labels=tokens, use_cache=False).loss)
+        yield compared(f"training step {LENGTH}", step, products(model, LENGTH, LENGTH, backward=True), LENGTH)
 
     return measure
 
@@ -115,6 +114,7 @@ def accelerated(call: Callable[[], object]) -> Callable[[], object]:
 
 SUITES: dict[str, Suite] = {
     "qwen": suite(512, 4, torch.float32),
-    "qwen-bfloat16": suite(512, 4, torch.bfloat16, training=False),
-    "qwen-wide": suite(1024, 24, torch.float32, training=False),  # a step takes minutes
+    "qwen-bfloat16": suite(512, 4, torch.bfloat16),
+    "qwen-wide": suite(1024, 24, torch.float32),  # minutes a round
+    "qwen-wide-bfloat16": suite(1024, 24, torch.bfloat16),
 }

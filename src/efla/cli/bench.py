@@ -45,8 +45,8 @@ def bench(
         what: The scan alone, whole models, training (a step, the loop, preparing text), a training step of the
             sequential MNIST classifier or of the MAD model, or the scoring of multiple-choice questions (needs EFLA_DATA).
         suite: Which parts to run (default: all). Scan: headline, rules, lengths, decode, overhead, short, growth. Models:
-            throughput, contexts, decode, weights, prefill, step, qwen, qwen-bfloat16, qwen-wide, rewind, loading. Train:
-            step, surroundings, preparing. Smnist: training. Mad: step, scan. Evaluation: hellaswag.
+            throughput, contexts, decode, weights, prefill, step, qwen, qwen-bfloat16, qwen-wide, qwen-wide-bfloat16, rewind,
+            loading. Train: step, surroundings, preparing. Smnist: training. Mad: step, scan. Evaluation: hellaswag.
         threads: CPU threads of every contender (default: torch's number).
         rounds: How often each contender is timed; medians and quartiles are reported.
         verbose: Print a table per piece of work, with quartiles and rates, instead of a line.
