@@ -20,7 +20,7 @@ def test_cached_states_are_the_layer_s_own_and_none_before_the_first_token_and_a
     assert found[0] is layer.conv_states[0] and found[1] is layer.recurrent_states[0]
     if hasattr(cache, "get_recurrent_state"):
         assert found[0] is cache.get_conv_state(0) and found[1] is cache.get_recurrent_state(0)
-    with pytest.raises(ValueError, match=r"[Aa]ttention layer"):
+    with pytest.raises(ValueError, match="on layer index 3, but this layer is an"):
         cached_states(cache, 3)
     cache.reset()
     assert cached_states(cache, 0) == (None, None)
