@@ -155,7 +155,7 @@ def load_model(
     options: dict[str, Any] = {"dtype": dtype}
     if weights is not None:
         if chosen_device.type != "cpu":
-            raise ValueError(f"--weights {weights} runs on the CPU only, got --device {device}; leave one of them out")
+            raise ValueError(f"{weights} weights run on the CPU only, got --device {device}; leave one of them out")
         from efla.models.quantization import CpuWeightsConfig
 
         options = {"quantization_config": CpuWeightsConfig(weights)}
