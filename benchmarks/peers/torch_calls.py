@@ -1,6 +1,7 @@
 """Calls of a torch function, for the drivers of torch's peers and of ``native``."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -19,9 +20,6 @@ def prepare(
     tensors = [torch.from_numpy(arrays[name]).requires_grad_(work == "training") for name in INPUTS]
     state = torch.from_numpy(arrays["state"]) if work == "decoding" else None
 
-    def infer() -> Any:
-        return function(*tensors, state)
-
     def train() -> Any:
         o, _ = function(*tensors, state)
         return o, torch.autograd.grad(o, tensors, grad_outputs=torch.ones_like(o))
@@ -35,4 +33,4 @@ def prepare(
             found["state"] = rest
         return {name: x.detach().numpy() for name, x in found.items()}
 
-    return (train if work == "training" else infer), read
+    return (train if work == "training" else partial(function, *tensors, state)), read

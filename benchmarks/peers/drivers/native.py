@@ -9,9 +9,12 @@ WORK = torch_calls.ALL_WORK
 
 
 def prepare(work, arrays, threads):
-    def call(*tensors):
-        *inputs, state = tensors
-        options = {} if state is None else {"initial_state": state, "output_final_state": True, "inplace_state": True}
-        return efla.linear_attention(*inputs, rule="gated_delta", backend="native", **options)
+    decodes = work == "decoding"
+
+    def call(q, k, v, beta, log_gate, state):
+        return efla.linear_attention(
+            q, k, v, beta, log_gate, rule="gated_delta", backend="native", initial_state=state,
+            output_final_state=decodes, inplace_state=decodes,
+        )  # fmt: skip
 
     return torch_calls.prepare(call, work, arrays, threads)
