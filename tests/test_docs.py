@@ -109,8 +109,8 @@ def test_the_speed_table_takes_new_files_and_keeps_ratios_within_one_run(generat
 
 
 def test_tables_of_products_and_runtimes_show_every_row(generate, tmp_path):
-    for table in (generate.products_table, generate.runtimes_table, generate.peers_table):
-        assert table(tmp_path) == "Not measured yet."
+    tables = "products", "runtimes", "peers", "qwen", "goals"
+    assert {getattr(generate, f"{name}_table")(tmp_path) for name in tables} == {"Not measured yet."}
     facts = {"machine": "M", "date": "2026-01-01T00:00:00"}
     times = {"model": 0.002, "its products": 0.001, "ONNX Runtime": 0.003}
     rows = [{"work": "decode batch 1, tiny", "threads": 2, "contender": c, "median": t} for c, t in times.items()]
@@ -136,6 +136,33 @@ def test_tables_of_products_and_runtimes_show_every_row(generate, tmp_path):
     table = generate.peers_table(tmp_path)
     assert "| decode B1 T1 H8 D64 | 1 | 20 µs | 0.82\N{MULTIPLICATION SIGN} |" in table
     assert "against the float64 oracle: native 1e-07, ONNX Runtime 2e-07." in table
+    times = {"transformers Qwen3.5": 0.048, generate.ACCELERATED: 0.016, "its products": 0.012}
+    work = {"work": "decode 16, Qwen3.5 4 layers of 512, float32", "threads": 2, "items": 16}
+    rows = [{**work, "contender": contender, "median": seconds} for contender, seconds in times.items()]
+    (tmp_path / "qwen-avx2.json").write_text(json.dumps([{**facts, "rows": rows}]))
+    assert (
+        "| decode, 4 layers of 512, float32 | 2 | 3 ms | 1 ms | 3.00\N{MULTIPLICATION SIGN} | 0.75 |\n\nM, 2026-01-01."
+        in generate.qwen_table(tmp_path)
+    )
+
+
+def test_goals_are_judged_at_equal_work_and_missed_ones_are_bold(generate, tmp_path):
+    def row(work, contender, median, flops=1e6):
+        return {"work": work, "contender": contender, "median": median, "useful_flops": flops}
+
+    rows = [row(f"forward {size}", "native", 0.002) for size in (generate.B1, generate.B128, generate.B1_WIDE)]
+    rows += [
+        row(f"forward {generate.B1}", "transformers", 0.020),
+        row(f"forward {generate.B128}", "transformers", 0.014),
+    ]
+    rows += [row(f"forward {generate.B1_WIDE}", "sgemm", 0.0156, flops=1e7)]  # 0.78 of its rate
+    for simd in ("avx2", "avx512"):
+        record = {"machine": "M", "date": "2026-01-01", "facts": {"SIMD (native)": f"{simd} (of {simd})"}, "rows": rows}
+        (tmp_path / f"scan-{simd}.json").write_text(json.dumps(record))
+    table = generate.goals_table(tmp_path)
+    line = "| forward | transformers' chunk function | ≥ 9x | 10.0x; **7.00x** | 10.0x; **7.00x** |"
+    assert line.replace("x", "\N{MULTIPLICATION SIGN}") in table
+    assert "| forward, D128 | sgemm | ≥ 0.75 (AVX-512); ≥ 0.80 (AVX2) | **0.78** | 0.78 |" in table
 
 
 @pytest.mark.skipif(importlib.util.find_spec("mkdocs") is None, reason="needs the extra docs: make docs")

@@ -35,6 +35,7 @@ WORKS = {
     "training step, 8 rows of 512 bytes": "byte model of 1.9M, training step",
     "prefill 2048, Qwen3.5 24 layers of 1024, float32": "Qwen3.5, 24 layers, `accelerate_cpu`: read 2,048 tokens",
     "training step 2048, Qwen3.5 4 layers of 512, float32": "Qwen3.5, 4 layers, `accelerate_cpu`: training step",
+    "training step 2048, Qwen3.5 24 layers of 1024, bfloat16": "Qwen3.5, 24 layers in bfloat16, `accelerate_cpu`: training step",
 }
 """Work in the rows (up to a bracket) -> its name in the table."""
 OURS = ("native", "efla", "chunked", "reference", "gated delta", "sgemm", "one pass", "its products")
@@ -51,6 +52,48 @@ NAMES = {
     "transformers Llama (softmax)": "transformers Llama",
 }
 SETS = {"avx512": "AVX-512", "avx2": "AVX2", "neon": "NEON", "baseline": "portable"}
+B1, B1_WIDE, B128 = "B1 T4096 H8 D64", "B1 T4096 H8 D128", "B128 T784 H1 D64"
+TRAINED = "forward+backward"
+GOALS: list[tuple[str, str, str, str, list[str], str | dict[str, str]]] = [
+    ("forward", "transformers' chunk function", "native", "transformers", [f"forward {B1}", f"forward {B128}"], "≥ 9x"),
+    ("forward, D128", "the same", "native", "transformers", [f"forward {B1_WIDE}"], "≥ 7x"),
+    ("with backward", "the same with autograd", "native", "transformers", [f"{TRAINED} {B1}", f"{TRAINED} {B128}"],
+     "≥ 12x; ≥ 5x"),
+    ("with backward, D128", "the same", "native", "transformers", [f"{TRAINED} {B1_WIDE}"], "≥ 6x"),
+    ("decode, D64, batch 1; 16", "transformers' recurrent function", "native", "transformers",
+     ["decode B1 T1 H8 D64", "decode B16 T1 H8 D64"], "≥ 12x"),
+    ("decode, D128, batch 1; 16", "the same", "native", "transformers", ["decode B1 T1 H8 D128", "decode B16 T1 H8 D128"],
+     "≥ 12x"),
+    ("forward", "sgemm", "native", "sgemm", [f"forward {B1}", f"forward {B128}"],
+     {"avx512": "≥ 0.75", "avx2": "≥ 0.75; ≥ 0.74"}),
+    ("forward, D128", "sgemm", "native", "sgemm", [f"forward {B1_WIDE}"], {"avx512": "≥ 0.75", "avx2": "≥ 0.80"}),
+    ("with backward", "sgemm", "native", "sgemm", [f"{TRAINED} {B1}", f"{TRAINED} {B128}"],
+     {"avx512": "≥ 0.62", "avx2": "≥ 0.66"}),
+    ("with backward, D128", "sgemm", "native", "sgemm", [f"{TRAINED} {B1_WIDE}"], {"avx512": "≥ 0.70", "avx2": "≥ 0.74"}),
+    ("decode, D64, batch 1; 4", "one pass over the state", "native", "one pass over the state",
+     [f"decode B{batch} T1 H8 D64" for batch in (1, 4)], "≤ 1.8"),
+    ("decode, D64, batch 16; 64", "the same", "native", "one pass over the state",
+     [f"decode B{batch} T1 H8 D64" for batch in (16, 64)], "≤ 1.6"),
+    ("decode, D128, batch 1; 4; 16; 64", "the same", "native", "one pass over the state",
+     [f"decode B{batch} T1 H8 D128" for batch in (1, 4, 16, 64)], "≤ 1.8; ≤ 1.8; ≤ 1.8; ≤ 1.3"),
+    ("EFLA, D64; D128", "DeltaNet's time", "efla", "delta", [f"rules, forward {size}" for size in (B1, B1_WIDE)], "≤ 1.05"),
+    ("EFLA with backward, D64; D128", "DeltaNet's time", "efla", "delta",
+     [f"rules, {TRAINED} {size}" for size in (B1, B1_WIDE)], "≤ 1.05"),
+    ("a token at T 65,536, D64; D128", "at T 4,096", "native", "native at T4096",
+     [f"length, forward B1 T65536 H8 D{width}" for width in (64, 128)], "≤ 1.1"),
+    ("a token at T 262,144, D64; D128", "at T 4,096", "native", "native at T4096",
+     [f"length, forward B1 T262144 H8 D{width}" for width in (64, 128)], "≤ 1.1"),
+    ("forward at T 16,384, D64; D128", "causal softmax attention (SDPA)", "native", "softmax attention",
+     [f"length, forward B1 T16384 H8 D{width}" for width in (64, 128)], "≥ 40x; ≥ 25x"),
+    ("bfloat16 inputs, D64; D128", "float32's time", "native bfloat16", "native", [f"forward {B1}", f"forward {B1_WIDE}"],
+     "≤ 1"),
+    ("one head of 128, forward, T 64; 512", "one thread", "native", "native, 1 thread",
+     [f"short, forward B1 T{tokens} H1 D128" for tokens in (64, 512)], "≥ 1.8x"),
+    ("the same with backward", "one thread", "native", "native, 1 thread",
+     [f"short, {TRAINED} B1 T{tokens} H1 D128" for tokens in (64, 512)], "≥ 1.8x"),
+]  # fmt: skip
+"""(title, against what, our contender, theirs, works, goals): ≥ for how many times as fast, ≤ for the share of their time, each
+for the same number of flops. A goal for all works or one for each; by instruction set where they differ."""
 FOLDERS = ("exactness", "smnist-authors", "smnist", "lm", "throughput", "mad")
 """Beginnings of the folders of results/, in the order of the page; the first that makes a claim is the one README quotes."""
 
@@ -85,16 +128,51 @@ def speed_table(folder: Path = ROOT / "benchmarks/results") -> str:
         f"{SETS[simd]}: {' and '.join(sorted({group.machine for group in cells[simd].values()}))}, {_threads(usual[simd])}"
         for simd in sets
     )
-    errors = "".join(f" {_errors(record)}." for record in _records(folder, "peers-*.json"))
+    peers = [row for record in _records(folder, "peers-*.json") for row in record["rows"]]
+    errors = f" {_errors(peers)}." if peers else ""
     varied = any(group.threads != usual[simd] for simd in sets for group in cells[simd].values())
     return f"{_table(lines)}\n\n{'; '.join(machines)}{', unless a cell says otherwise' if varied else ''}.{errors}"
 
 
+def goals_table(folder: Path = ROOT / "benchmarks/results") -> str:
+    """What was aimed at and what each of ``scan-*.json`` measured; a missed goal is bold."""
+    records = _records(folder, "scan-*.json")
+    if not records:
+        return "Not measured yet."
+    simds = [record["facts"]["SIMD (native)"].split()[0] for record in records]
+    machines = [f"{record['machine']}, {record['date'][:10]}" for record in records]
+    lines = [["work", "against", "goal", *machines], ["---"] * (3 + len(records))]
+    found = [{(row["work"], row["contender"]): row for row in record["rows"]} for record in records]
+    for title, against, ours, theirs, works, goals in GOALS:
+        cells = []
+        for simd, rows in zip(simds, found, strict=True):
+            goal = goals if isinstance(goals, str) else goals.get(simd, "")
+            each = goal.split("; ") if "; " in goal else [goal] * len(works)
+            pairs = [(rows.get((work, ours)), rows.get((work, theirs))) for work in works]
+            cells.append("; ".join(_judged(*pair, g) for pair, g in zip(pairs, each, strict=True) if all(pair)))
+        shown = goals if isinstance(goals, str) else "; ".join(f"{goals[s]} ({SETS[s]})" for s in SETS if s in goals)
+        lines.append([title, against, re.sub(r"(?<=\d)x", "\N{MULTIPLICATION SIGN}", shown), *cells])
+    return _table(lines)
+
+
+def _judged(ours: Any, theirs: Any, goal: str) -> str:
+    """How many times as fast as theirs (≥) or what share of their time (≤) ours is, for the same flops; bold if it misses."""
+    faster = theirs["median"] / theirs["useful_flops"] / (ours["median"] / ours["useful_flops"])
+    value = faster if goal.startswith("≥") else 1 / faster
+    sign, _, bound = goal.partition(" ")
+    unit = "\N{MULTIPLICATION SIGN}" * bound.endswith("x")
+    text = f"{value:.1f}{unit}" if unit and value >= 10 else f"{value:.2f}{unit}"
+    limit = float(bound.rstrip("x"))
+    met = round(value, 2) >= limit if sign == "≥" else round(value, 2) <= limit
+    return text if met else f"**{text}**"
+
+
 def products_table(folder: Path = ROOT / "benchmarks/results") -> str:
-    """Models beside their own matrix products and ONNX Runtime, a row per work and number of threads of ``products-*.json``."""
-    lines = [["work", "threads", "model", "its products", "model / products", "ONNX Runtime / model"], ["---"] * 6]
-    machines = []
+    """Models beside their own matrix products and ONNX Runtime, a table for each machine of ``products-*.json``."""
+    tables: dict[str, list[list[str]]] = {}  # by machine and date
     for record in _records(folder, "products-*.json"):
+        head = [["work", "threads", "model", "its products", "model / products", "ONNX Runtime / model"], ["---"] * 6]
+        lines = tables.setdefault(f"{record['machine']}, {record['date'][:10]}", head)
         works: dict[tuple[str, int], dict[str, float]] = {}
         for row in record["rows"]:
             works.setdefault((row["work"], row["threads"]), {})[row["contender"]] = row["median"]
@@ -104,8 +182,29 @@ def products_table(folder: Path = ROOT / "benchmarks/results") -> str:
                 continue
             ratio = "" if onnx is None else f"{onnx / model:.2f}"
             lines.append([work, str(threads), _time(model), _time(floor), f"{model / floor:.2f}", ratio])
-        machines.append(f"{record['machine']}, {record['date'][:10]}")
-    return f"{_table(lines)}\n\n{'; '.join(dict.fromkeys(machines))}." if machines else "Not measured yet."
+    return "\n\n".join(f"{_table(lines)}\n\n{machine}." for machine, lines in tables.items()) or "Not measured yet."
+
+
+def qwen_table(folder: Path = ROOT / "benchmarks/results") -> str:
+    """Qwen3.5 without and with our kernels and its own matrix products, a table for each machine of ``qwen-*.json``."""
+    parts = []
+    for path in sorted(folder.glob("qwen-*.json")):
+        runs = json.loads(path.read_text())
+        lines = [["work", "threads", "transformers", "`accelerate_cpu`", "faster", "products' share"], ["---"] * 6]
+        works: dict[tuple[str, int], dict[str, dict[str, Any]]] = {}
+        for row in (row for run in runs for row in run["rows"]):
+            works.setdefault((row["work"].replace(" Qwen3.5", ""), row["threads"]), {})[row["contender"]] = row
+        for (work, threads), rows in works.items():
+            plain, ours, floor = (rows[name] for name in ("transformers Qwen3.5", ACCELERATED, "its products"))
+            seconds = [row["median"] / (row["items"] if work.startswith("decode") else 1) for row in (plain, ours)]
+            ratio, share = plain["median"] / ours["median"], floor["median"] / ours["median"]
+            times = f"{ratio:.2f}\N{MULTIPLICATION SIGN}"
+            lines.append(
+                [re.sub("^decode .*?,", "decode,", work), str(threads), *map(_time, seconds), times, f"{share:.2f}"]
+            )
+        machines = dict.fromkeys(f"{run['machine']}, {run['date'][:10]}" for run in runs)
+        parts.append(f"{_table(lines)}\n\n{'; '.join(machines)}.")
+    return "\n\n".join(parts) or "Not measured yet."
 
 
 def peers_table(folder: Path = ROOT / "benchmarks/results") -> str:
@@ -120,14 +219,14 @@ def peers_table(folder: Path = ROOT / "benchmarks/results") -> str:
         for (work, threads), rows in sorted(works.items(), key=lambda item: (item[0][0], item[0][1])):
             ratios = (f"{rows[peer]['ratio']:.2f}\N{MULTIPLICATION SIGN}" if peer in rows else "" for peer in peers)
             lines.append([work, str(threads), _time(rows["native"]["median"]), *ratios])
-        parts.append(f"{_table(lines)}\n\n{record['machine']}, {record['date'][:10]}. {_errors(record)}.")
+        parts.append(f"{_table(lines)}\n\n{record['machine']}, {record['date'][:10]}. {_errors(record['rows'])}.")
     return "\n\n".join(parts) or "Not measured yet."
 
 
-def _errors(record: dict[str, Any]) -> str:
+def _errors(rows: Sequence[dict[str, Any]]) -> str:
     """The largest error of every contender, in the order of the rows."""
     worst: dict[str, float] = {}
-    for row in record["rows"]:
+    for row in rows:
         worst[row["contender"]] = max(row["error"], worst.get(row["contender"], 0))
     errors = ", ".join(f"{NAMES.get(name, name)} {error:.0e}" for name, error in worst.items())
     return f"Largest error against the float64 oracle: {errors}"
@@ -385,7 +484,14 @@ def pages(sections: Sequence[Any]) -> dict[Path, str]:
 
     readme = filled(README.read_text(), {"speed": speed_table(), "claims": claims_table(sections)})
     speed = filled(
-        SPEED.read_text(), {"peers": peers_table(), "products": products_table(), "runtimes": runtimes_table()}
+        SPEED.read_text(),
+        {
+            "goals": goals_table(),
+            "peers": peers_table(),
+            "products": products_table(),
+            "runtimes": runtimes_table(),
+            "qwen": qwen_table(),
+        },
     )
     return {
         README: readme,
