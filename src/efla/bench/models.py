@@ -129,18 +129,26 @@ def weights(threads: int, rounds: int) -> Iterator[list[Measurement]]:
 
 def prefill(threads: int, rounds: int) -> Iterator[list[Measurement]]:
     """A prompt against the model's own matrix products."""
-    for size, model in _sized_models():
-        tokens = random_tokens(model.config.vocab_size, 1, PROMPT)
-        calls = _inference({MODEL: _prefill_call(model, tokens), FLOOR: products(model, PROMPT, 1)})
-        yield compare(f"prefill {PROMPT}, {size}", calls, threads=threads, rounds=rounds, items=PROMPT)
+    for size, batch, model, tokens in _prompts():
+        calls = _inference({MODEL: _prefill_call(model, tokens), FLOOR: products(model, tokens.numel(), batch)})
+        yield compare(
+            f"prefill {PROMPT} batch {batch}, {size}", calls, threads=threads, rounds=rounds, items=tokens.numel()
+        )
 
 
 def step(threads: int, rounds: int) -> Iterator[list[Measurement]]:
     """A training step against the model's own matrix products: one forward and two backward per weight."""
+    for size, batch, model, tokens in _prompts():
+        count = tokens.numel()
+        calls = {MODEL: _training_call(model, tokens), FLOOR: products(model, count, count, backward=True)}
+        yield compare(f"training step {PROMPT} batch {batch}, {size}", calls, threads=threads, rounds=rounds, items=count)
+
+
+def _prompts() -> Iterator[tuple[str, int, Any, torch.Tensor]]:
+    """Every model of ``SIZES`` with ``PROMPT`` random tokens for each batch size: (size, batch, model, tokens)."""
     for size, model in _sized_models():
-        tokens = random_tokens(model.config.vocab_size, 1, PROMPT)
-        calls = {MODEL: _training_call(model, tokens), FLOOR: products(model, PROMPT, PROMPT, backward=True)}
-        yield compare(f"training step {PROMPT}, {size}", calls, threads=threads, rounds=rounds, items=PROMPT)
+        for batch in BATCHES:
+            yield size, batch, model, random_tokens(model.config.vocab_size, batch, PROMPT)
 
 
 def _onnx_runner(model: Any, threads: int) -> Any:
