@@ -22,7 +22,7 @@ ROOT = Path(__file__).parents[2]
 README, CLAIMS, COMMAND_LINE = ROOT / "README.md", ROOT / "docs/results/claims.md", ROOT / "docs/reference/cli.md"
 SPEED, SMNIST = ROOT / "docs/explanation/speed.md", ROOT / "docs/results/smnist.md"
 
-WORKS = {
+KERNELS = {
     "forward B1 T4096 H8 D64": "forward, 4,096 tokens, 8 heads of 64",
     "forward B1 T4096 H8 D128": "forward, 4,096 tokens, 8 heads of 128",
     "forward+backward B1 T4096 H8 D64": "with backward, 8 heads of 64",
@@ -30,6 +30,8 @@ WORKS = {
     "decode B1 T1 H8 D64": "decode a token, batch 1, 8 heads of 64",
     "decode B1 T1 H8 D128": "decode a token, batch 1, 8 heads of 128",
     "decode B16 T1 H8 D128": "decode a token, batch 16, 8 heads of 128",
+}
+MODELS = {
     "prefill B1 T2048, 4 layers of 512": "4-layer model reads 2,048 tokens",
     "training step B1 T2048, 4 layers of 512": "4-layer model, training step",
     "training step, 8 rows of 512 bytes": "byte model of 1.9M, training step",
@@ -37,7 +39,7 @@ WORKS = {
     "training step 2048, Qwen3.5 4 layers of 512, float32": "Qwen3.5, 4 layers, `accelerate_cpu`: training step",
     "training step 2048, Qwen3.5 24 layers of 1024, bfloat16": "Qwen3.5, 24 layers in bfloat16, `accelerate_cpu`: training step",
 }
-"""Work in the rows (up to a bracket) -> its name in the table."""
+"""Work in the rows (up to a bracket) -> its name in the tables, which list others across (kernels) or in cells (models)."""
 OURS = ("native", "efla", "chunked", "reference", "gated delta", "sgemm", "one pass", "its products")
 """How the names of contenders begin that are not peers."""
 ACCELERATED = "the same, accelerate_cpu"
@@ -99,7 +101,7 @@ FOLDERS = ("exactness", "smnist-authors", "smnist", "lm", "throughput", "mad")
 
 
 def speed_table(folder: Path = ROOT / "benchmarks/results") -> str:
-    """A row per piece of work and a column per instruction set: our median, and how many times as long the peers take.
+    """Our median, and how many times as long others take: a table of kernels by peer, and one of models by instruction set.
 
     A ratio comes from one file, so from one run. Where files overlap, more threads and then the newest win.
     """
@@ -111,7 +113,7 @@ def speed_table(folder: Path = ROOT / "benchmarks/results") -> str:
     cells: dict[str, dict[str, Group]] = {}  # simd -> work -> what is shown
     for group in groups:
         peers = {name: ratio for name, ratio in group.ratios.items() if not name.startswith(OURS)}
-        if group.work not in WORKS or not peers:
+        if group.work not in (KERNELS | MODELS) or not peers:
             continue
         column = cells.setdefault(group.simd, {})
         before = column.get(group.work)
@@ -119,11 +121,6 @@ def speed_table(folder: Path = ROOT / "benchmarks/results") -> str:
         column[group.work] = group._replace(ratios={**kept, **peers})
     sets = [simd for simd in SETS if simd in cells]
     usual = {simd: statistics.mode(group.threads for group in cells[simd].values()) for simd in sets}
-    lines = [["work", *(SETS[simd] for simd in sets)], ["---"] * (len(sets) + 1)]
-    for work, name in WORKS.items():
-        if any(work in cells[simd] for simd in sets):
-            shown = (_speed(cells[simd][work], usual[simd]) if work in cells[simd] else "" for simd in sets)
-            lines.append([name, *shown])
     machines = (
         f"{SETS[simd]}: {' and '.join(sorted({group.machine for group in cells[simd].values()}))}, {_threads(usual[simd])}"
         for simd in sets
@@ -131,7 +128,51 @@ def speed_table(folder: Path = ROOT / "benchmarks/results") -> str:
     peers = [row for record in _records(folder, "peers-*.json") for row in record["rows"]]
     errors = f" {_errors(peers)}." if peers else ""
     varied = any(group.threads != usual[simd] for simd in sets for group in cells[simd].values())
-    return f"{_table(lines)}\n\n{'; '.join(machines)}{', unless a cell says otherwise' if varied else ''}.{errors}"
+    notes = f"{'; '.join(machines)}{', unless a cell says otherwise' if varied else ''}.{errors}"
+    columns = [(cells[simd], usual[simd]) for simd in sets]
+    bracket = f" ({'; '.join(SETS[simd] for simd in sets[1:])})" if len(sets) > 1 else ""
+    tables = [_kernel_table(columns, f"{SETS[sets[0]]}{bracket}"), _model_table(columns, [SETS[simd] for simd in sets])]
+    return "\n\n".join([*filter(None, tables), notes])
+
+
+Columns = Sequence[tuple[dict[str, "Group"], int]]
+"""For each instruction set: the work -> what is shown, and the usual number of threads."""
+
+
+def _kernel_table(columns: Columns, title: str) -> str:
+    """A column per peer, the closest first; other instruction sets than the first are in brackets."""
+    found = [column[work] for column, _ in columns for work in KERNELS if work in column]
+    closest = {
+        name: min(group.ratios.get(name, float("inf")) for group in found) for each in found for name in each.ratios
+    }
+    names = sorted(closest, key=lambda name: closest[name])
+    lines = [[title, "efla", *(NAMES.get(name, name) for name in names)], ["---", *["---:"] * (len(names) + 1)]]
+    for work, name in KERNELS.items():
+        groups = [(column.get(work), usual) for column, usual in columns]
+        if any(group for group, _ in groups):
+            ours = [_own_time(group, usual) if group else "" for group, usual in groups]
+            theirs = [
+                [_times(group.ratios[peer]) if group and peer in group.ratios else "" for group, _ in groups]
+                for peer in names
+            ]
+            lines.append([name, *map(_first_and_others, [ours, *theirs])])
+    return _table(lines) if found else ""
+
+
+def _first_and_others(values: Sequence[str]) -> str:
+    """The first value and, in brackets, the others that there are."""
+    others = "; ".join(filter(None, values[1:]))
+    return " ".join(filter(None, [values[0], f"({others})" * bool(others)]))
+
+
+def _model_table(columns: Columns, titles: Sequence[str]) -> str:
+    """A column per instruction set; the others are named in the cells."""
+    lines = [["model", *titles], ["---"] * (len(titles) + 1)]
+    for work, name in MODELS.items():
+        cells = (_speed(column[work], usual) if work in column else "" for column, usual in columns)
+        if any(work in column for column, _ in columns):
+            lines.append([name, *cells])
+    return _table(lines) if len(lines) > 2 else ""
 
 
 def goals_table(folder: Path = ROOT / "benchmarks/results") -> str:
@@ -302,13 +343,18 @@ def _time(seconds: float) -> str:
     return next(f"{seconds * 10**p:.3g} {unit}" for p, unit in ((0, "s"), (3, "ms"), (6, "µs")) if seconds * 10**p >= 1)
 
 
+def _times(ratio: float) -> str:
+    return f"{ratio:.{int(ratio < 100)}f}\N{MULTIPLICATION SIGN}"
+
+
+def _own_time(group: Group, usual_threads: int) -> str:
+    return _time(group.seconds) + f", {_threads(group.threads)}" * (group.threads != usual_threads)
+
+
 def _speed(group: Group, usual_threads: int) -> str:
-    others = ", ".join(
-        f"{NAMES.get(name, name)} **{ratio:.1f}\N{MULTIPLICATION SIGN}**"
-        for name, ratio in sorted(group.ratios.items(), key=lambda p: p[1])
-    )
-    return f"{_time(group.seconds)}; {others}" + (
-        f" ({_threads(group.threads)})" if group.threads != usual_threads else ""
+    others = sorted(group.ratios.items(), key=lambda pair: pair[1])
+    return "; ".join(
+        [_own_time(group, usual_threads), *(f"{NAMES.get(name, name)} **{_times(ratio)}**" for name, ratio in others)]
     )
 
 
