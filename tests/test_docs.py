@@ -153,6 +153,27 @@ def test_tables_of_products_and_runtimes_show_every_row(generate, tmp_path):
     )
 
 
+def test_changes_of_the_authors_block_are_compared_on_equal_seeds_and_images(generate):
+    rows = []
+    for block, arm, seed, level in (
+        ("authors", "exact-flow", 42, 0.5), ("authors", "exact-flow", 44, 0.7), ("authors", "exact-flow", 51, 0.0),
+        ("authors", "delta-raw", 44, 0.1), ("authors-silu", "exact-flow", 42, 0.6), ("authors-silu", "exact-flow", 44, 0.8),
+        ("authors-clamped", "exact-flow", 44, 0.7),
+    ):  # fmt: skip
+        run = {"block": block, "arm": arm, "rate": 3e-3, "seed": seed}
+        rows.append({**run, "row": "cell", "clean_accuracy": 0.9, "diverged": False})
+        for kind in ("scale", "noise", "dropout"):
+            for size in (1 if kind == "scale" else 0, *((2, 4) if kind == "scale" else (0.5,))):
+                test = {"kind": kind, "level": size, "accuracy": 0.99, "accuracy_test2k": level}
+                rows.append({**run, **test, "row": "level"})
+    none, silu, clamped = generate._changes(rows).splitlines()[2:]
+    assert none.startswith("| none | EFLA |")
+    assert none.count("60.0 \N{PLUS-MINUS SIGN} 14.1") == 6
+    assert none.endswith("| 0 of 2 |")
+    assert silu.count("70.0 \N{PLUS-MINUS SIGN} 14.1") == 6
+    assert clamped.endswith("| 70.0 | 70.0 | 0 of 1 |")
+
+
 def test_goals_are_judged_at_equal_work_and_missed_ones_are_bold(generate, tmp_path):
     def row(work, contender, median, flops=1e6):
         return {"work": work, "contender": contender, "median": median, "useful_flops": flops}

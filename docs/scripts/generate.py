@@ -417,20 +417,21 @@ def _published(rows: Sequence[Any]) -> str:
 
 
 def _changes(rows: Sequence[Any]) -> str:
-    """The authors' block and every block that changes one detail of it, at the same rate and with the same seeds."""
-    from efla.experiments.smnist.claims import Condition, conditions_of
-    from efla.experiments.smnist.config import AUTHORS_CHANGES
+    """The main pair on the authors' block and on every block that changes one detail of it: same rate, seeds and images."""
+    from efla.experiments.smnist.claims import Condition
+    from efla.experiments.smnist.config import AUTHORS_ARMS, AUTHORS_CHANGES
 
-    changed = [at for at in conditions_of(rows) if at.block in AUTHORS_CHANGES]
+    changed = [row for row in rows if row["block"] in AUTHORS_CHANGES]
     if not changed:
         return "Not run yet."
-    seeds = {row["seed"] for row in rows if row["block"] == changed[0].block}
-    same = [row for row in rows if row["seed"] in seeds]
-    blocks = [("none", Condition("authors", changed[0].rate)), *((AUTHORS_CHANGES[at.block], at) for at in changed)]
-    return _levels(same, blocks)
+    seeds, (rate,) = ({row[key] for row in changed} for key in ("seed", "rate"))
+    same = [row for row in rows if row["seed"] in seeds and row["arm"] in AUTHORS_ARMS]
+    titles, run = {"authors": "none", **AUTHORS_CHANGES}, {row["block"] for row in same}
+    conditions = [(title, Condition(block, rate)) for block, title in titles.items() if block in run]
+    return _levels(same, conditions, "accuracy_test2k")
 
 
-def _levels(rows: Sequence[Any], conditions: Sequence[tuple[str, Any]]) -> str:
+def _levels(rows: Sequence[Any], conditions: Sequence[tuple[str, Any]], accuracy: str = "accuracy") -> str:
     """A line per condition and arm: clean accuracy, means over corrupted levels, three intensities in percent, diverged runs."""
     from efla.experiments.smnist.claims import arms_of, level_means, levels_of, runs_of
     from efla.runs.names import name_of
@@ -445,9 +446,10 @@ def _levels(rows: Sequence[Any], conditions: Sequence[tuple[str, Any]]) -> str:
             runs = runs_of(rows, at, arm)
             bright = levels_of(rows, at, arm, "scale")
             scale, noise, dropout = (
-                spread(level_means(levels_of(rows, at, arm, kind)).values()) for kind in ("scale", "noise", "dropout")
+                spread(level_means(levels_of(rows, at, arm, kind), accuracy).values())
+                for kind in ("scale", "noise", "dropout")
             )
-            each = [bright.where(level=level).spread("accuracy") for level in intensities]
+            each = [bright.where(level=level).spread(accuracy) for level in intensities]
             shown = [runs.spread("clean_accuracy"), scale, *each, noise, dropout]
             diverged = f"{len(runs.where(diverged=True))} of {len(runs)}"
             lines.append([*([title] * titled), name_of(arm), *(value.text(100) for value in shown), diverged])
