@@ -23,7 +23,7 @@ struct SweepPrefetch {
   int64_t stride[4];   // bytes
   int first = 0, streams = 0, lines = 0;
 
-  // The streams before and from `stream` on: a sweep has room for two rows of S per request.
+  // The streams before and from `stream` on, for rules with two sweeps.
   SweepPrefetch before(int stream) const {
     SweepPrefetch part = *this;
     part.streams = streams < stream ? streams : stream;
@@ -53,7 +53,8 @@ EFLA_INLINE void sweep_row(const T* k, const T* q, const T* S, int64_t panel, in
   }
 }
 
-template <class T, int N, bool keys, bool queries>
+// A request to prefetch every `spacing` rows of S.
+template <class T, int N, bool keys, bool queries, int spacing>
 EFLA_INLINE void sweep(const T* k, const T* q, const T* S, int64_t panel, int rows, QuadVectors<T, N>& ks,
                        QuadVectors<T, N>& qs, const SweepPrefetch& prefetch) {
   EFLA_UNROLL_FOR (int i = 0; i < kQuad; ++i) {
@@ -67,10 +68,9 @@ EFLA_INLINE void sweep(const T* k, const T* q, const T* S, int64_t panel, int ro
   for (int line = 0; line < prefetch.lines; ++line) {
     for (int stream = prefetch.first; stream < prefetch.streams; ++stream) {
       const char* row = prefetch.row[stream] + 64 * line;
-      for (int i = 0; i < kQuad && j + 2 <= rows; ++i, row += prefetch.stride[stream], j += 2) {
+      for (int i = 0; i < kQuad && j + spacing <= rows; ++i, row += prefetch.stride[stream], j += spacing) {
         __builtin_prefetch(row, 0, 2);
-        sweep_row<T, N, keys, queries>(k, q, S, panel, j, ks, qs);
-        sweep_row<T, N, keys, queries>(k, q, S, panel, j + 1, ks, qs);
+        EFLA_UNROLL_FOR (int r = 0; r < spacing; ++r) sweep_row<T, N, keys, queries>(k, q, S, panel, j + r, ks, qs);
       }
     }
   }
@@ -122,7 +122,9 @@ EFLA_INLINE void read_quad(const KeyTile<Compute<E>>& keys, const ScalarTile<Com
   QuadVectors<T, N> ks, qs, u;
   constexpr bool together = EFLA_WIDE_REGISTERS && N < kSweepVectors;
   constexpr bool twice = !together && erases && queries;
-  sweep<T, N, erases, together && queries>(k, q, from, panel, rows, ks, qs, twice ? prefetch.before(2) : prefetch);
+  constexpr int spacing = erases ? 2 : 1;  // rules without an erase have half as many rows to sweep
+  sweep<T, N, erases, together && queries, spacing>(k, q, from, panel, rows, ks, qs,
+                                                    twice ? prefetch.before(2) : prefetch);
   EFLA_UNROLL_FOR (int i = 0; i < kQuad; ++i) {
     EFLA_UNROLL_FOR (int n = 0; n < N; ++n) {
       const int left = valid - n * kLanes<T>;
@@ -141,7 +143,7 @@ EFLA_INLINE void read_quad(const KeyTile<Compute<E>>& keys, const ScalarTile<Com
     }
   }
   if constexpr (!together)
-    sweep<T, N, false, queries>(k, q, from, panel, rows, ks, qs, twice ? prefetch.from(2) : prefetch);
+    sweep<T, N, false, queries, spacing>(k, q, from, panel, rows, ks, qs, twice ? prefetch.from(2) : prefetch);
   EFLA_UNROLL_FOR (int i = 0; i < kQuad; ++i) {
     EFLA_UNROLL_FOR (int n = 0; n < N; ++n) {
       if constexpr (!queries) {
