@@ -11,6 +11,7 @@ from transformers import DynamicCache, StaticCache
 
 from efla import state
 from efla.models.cache import REWINDABLE, RewindableLayer, seen_tokens
+from efla.models.quantization import pack_linears
 from tests.models.tiny import ALL, HYBRID, MAIN, OTHERS, random_tokens, tiny_config, tiny_model
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
@@ -82,6 +83,7 @@ BAD = {
         r"another dtype: float32 there, bfloat16 here; load it with the checkpoint that saved it, in torch\.float32",
     ),
     "other weights": (lambda: tiny_model(seed=1), r"same configuration and other weights; load it with the checkpoint"),
+    "packed weights": (lambda: pack_linears(tiny_model(), "int8"), "same configuration and other weights"),
 }
 
 
@@ -91,6 +93,23 @@ def test_a_state_of_another_model_is_refused_by_name(make, message, tmp_path):
     state.save(after(model, random_tokens(1, 5)), tmp_path / "a")
     with pytest.raises(ValueError, match=message):
         state.load(tmp_path / "a", make())
+
+
+def test_a_state_of_other_packed_weights_is_refused(tmp_path):
+    model, finetuned, scaled = tiny_model(), tiny_model(), tiny_model()
+    with torch.no_grad():
+        finetuned.model.layers[0].mixer.v_proj.weight += torch.randn(1)
+        scaled.model.layers[0].mixer.v_proj.weight *= 2  # the same int8 numbers
+    packed = pack_linears(model, "int8")
+    others = pack_linears(finetuned, "int8"), pack_linears(scaled, "int8"), pack_linears(tiny_model(), "float16")
+    cache = after(packed, random_tokens(1, 5))
+    state.save(cache, tmp_path / "a")
+    state.load(tmp_path / "a", pack_linears(tiny_model(), "int8"))
+    for other in others:
+        with pytest.raises(ValueError, match="same configuration and other weights"):
+            state.load(tmp_path / "a", other)
+        with pytest.raises(ValueError, match="other weights"):
+            state.merge([cache, after(other, random_tokens(1, 5))])
 
 
 def test_what_does_not_change_the_layers_does_not_matter(tmp_path):

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from efla.layers.linear import PackedLinear
 from efla.models.configuration_efla import EflaConfig
 
 # Fields of a configuration that change neither the layers nor what they compute.
@@ -51,8 +52,11 @@ def bytes_of(tensor: Tensor) -> bytes:
 
 
 def _fingerprint(decoder: nn.Module) -> str:
-    """A hash of the first 16 numbers of every parameter: another checkpoint has another."""
+    """A hash of the first 16 numbers of every parameter and the first row of every packed map: another checkpoint has another."""
     digest = hashlib.sha256()
     for name, parameter in decoder.named_parameters():
         digest.update(name.encode() + bytes_of(parameter.detach().flatten()[:16]))
+    for name, module in decoder.named_modules():
+        if isinstance(module, PackedLinear):
+            digest.update(name.encode() + bytes_of(module.weight[0]))
     return digest.hexdigest()
