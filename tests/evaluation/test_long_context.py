@@ -179,6 +179,13 @@ def test_impossible_lengths_are_refused(changes, message):
     assert LengthSettings(positions=1, rows=1, pairs=(1,), lengths=(4,)).grid == [(1, 4)]
 
 
+def test_a_copy_with_int8_weights_cannot_be_trained_on_recall():
+    with pytest.raises(
+        ValueError, match="--recall-steps trains a copy of the model, and int8 weights cannot be trained"
+    ):
+        LengthEvaluation(EvaluationSettings(dtype="int8"), LengthSettings(recall_steps=2))
+
+
 def test_a_corpus_is_read_as_text(tmp_path, monkeypatch):
     asked = []
 

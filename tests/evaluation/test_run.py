@@ -103,6 +103,9 @@ def test_int8_weights_are_evaluated_as_int8(folders, tmp_path):
         row = evaluate(models_of(folders, "efla"), settings, tmp_path / dtype, quiet_console())[0]
         assert row["parameters"] == sum(p.numel() for p in trained("efla").parameters())
         scores[dtype] = row["metrics"]["bits_per_byte"]
+        results = json.loads((tmp_path / dtype / "lm_eval/efla/results.json").read_text())
+        stored = "int8" if dtype == "int8" else "torch.float32"
+        assert results["config"]["model_dtype"] == stored
     assert scores["int8"] != scores["auto"] == pytest.approx(scores["int8"], rel=0.01)
 
 

@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM, DynamicCache
 
 from efla.layers.linear import PackedLinear
 from efla.models import EflaForCausalLM
+from efla.models.accounting import parameter_count
 from efla.models.loading import load_model
 from efla.models.quantization import WEIGHTS, CpuWeightsConfig, pack_linears
 from efla.testing import assert_close
@@ -117,6 +118,14 @@ def test_what_packed_weights_cannot_do_is_refused(folder):
         PackedLinear(linear, "int8")
     with pytest.raises(ValueError, match=r"Sequential has no torch\.nn\.Linear to store as int8"):
         pack_linears(nn.Sequential(nn.ReLU()), "int8")
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("weights", ["float16", "int8"])
+def test_packed_parameters_are_counted_once(weights, tied):
+    model = tiny_model(tie_word_embeddings=tied, vocab_size=64)
+    count = sum(p.numel() for p in model.parameters())
+    assert parameter_count(pack_linears(model, weights)) == count
 
 
 @pytest.mark.parametrize("has_instructions", [False, True])

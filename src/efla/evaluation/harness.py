@@ -16,6 +16,7 @@ from efla.evaluation.perplexity import carried_log_likelihoods, rolling_log_like
 from efla.evaluation.responses import ResponseLog
 from efla.evaluation.tasks import silence_lm_eval
 from efla.models.accounting import parameter_count
+from efla.models.quantization import stored_dtype
 from efla.models.tokenizer import ByteTokenizer
 from efla.runs.progress import Counter, GridProgress
 from efla.runs.records import Record
@@ -88,7 +89,7 @@ class HarnessModel(HFLM):  # type: ignore[misc]
         """Facts for the harness's results; HFLM's version asks the hub."""
         return {
             "model_num_parameters": parameter_count(self.model),
-            "model_dtype": str(self.model.dtype),
+            "model_dtype": stored_dtype(self.model),
         }
 
     def _loglikelihood_tokens(

@@ -58,6 +58,10 @@ class LengthEvaluation(Evaluation):
 
     def __init__(self, settings: EvaluationSettings, asked: LengthSettings) -> None:
         super().__init__(settings)
+        if settings.dtype == "int8" and asked.recall_steps:
+            raise ValueError(
+                "--recall-steps trains a copy of the model, and int8 weights cannot be trained; leave one of them out"
+            )
         name, self._text = load_text(asked.text, settings.data)
         self._asked = asked
         self._probed: tuple[Loaded, Any] | None = None

@@ -228,6 +228,8 @@ class TaskEvaluation(Evaluation):
         self, folder: Path, name: str, found: TaskRun, errors: dict[str, float], loaded: Loaded, total: int
     ) -> None:
         """Add one task to the results of the others, and write its samples, both in the harness's format."""
+        from efla.models.quantization import stored_dtype
+
         folder.mkdir(parents=True, exist_ok=True)
         if self.settings.samples:
             lines = "".join(json.dumps(sample, default=str, ensure_ascii=False) + "\n" for sample in found.samples)
@@ -243,7 +245,7 @@ class TaskEvaluation(Evaluation):
         merged["config"] = {
             "model": loaded.name,
             "model_num_parameters": loaded.facts["parameters"],
-            "model_dtype": str(loaded.model.dtype),
+            "model_dtype": stored_dtype(loaded.model),
             "limit": self.settings.limit,
             "batch_size": self.settings.batch_tokens,
             "device": str(loaded.model.device),

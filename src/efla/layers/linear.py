@@ -35,6 +35,8 @@ class PackedLinear(nn.Module):
 
     weight: Tensor
     """float16 [O, D], or int8 [O, D + 4]: the numbers of an output, then the bytes of their float32 scale."""
+    is_tied = False
+    """Whether the weights are also a parameter of the model, the embedding's."""
 
     def __init__(self, linear: nn.Linear, weights: str) -> None:
         super().__init__()

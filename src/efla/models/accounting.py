@@ -13,7 +13,7 @@ def parameter_count(model: nn.Module) -> int:
     """Number of distinct parameters of a model, packed weights included."""
     packed = [m for m in model.modules() if isinstance(m, PackedLinear)]
     return sum(p.numel() for p in model.parameters()) + sum(
-        m.out_features * (m.in_features + (m.bias is not None)) for m in packed
+        m.out_features * (m.in_features * (not m.is_tied) + (m.bias is not None)) for m in packed
     )
 
 

@@ -63,12 +63,21 @@ class CpuWeightsQuantizer(HfQuantizer):  # type: ignore[misc]
 
 def pack_linears(model: nn.Module, weights: str) -> nn.Module:
     """Replace the model's linear maps, except narrow ones, by packed ones; no parameter requires gradients then."""
-    found = False
+    packed: list[tuple[PackedLinear, nn.Parameter]] = []
     for parent in list(model.modules()):
         for name, child in parent.named_children():
             if type(child) is nn.Linear and child.out_features >= _FEWEST_OUTPUTS:
-                setattr(parent, name, PackedLinear(child, weights))
-                found = True
-    if not found:
+                packed.append((PackedLinear(child, weights), child.weight))
+                setattr(parent, name, packed[-1][0])
+    if not packed:
         raise ValueError(f"{type(model).__name__} has no torch.nn.Linear to store as {weights}")
+    kept = set(map(id, model.parameters()))
+    for linear, weight in packed:
+        linear.is_tied = id(weight) in kept
     return model.requires_grad_(False)
+
+
+def stored_dtype(model: nn.Module) -> str:
+    """How the weights of the linear maps are stored: float16 or int8 if they are packed, otherwise the model's dtype."""
+    packed = (module.weights for module in model.modules() if isinstance(module, PackedLinear))
+    return next(packed, str(model.dtype))
