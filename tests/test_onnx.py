@@ -6,6 +6,8 @@ import json
 import os
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -173,7 +175,22 @@ def test_a_state_of_another_model_of_equal_shapes_is_refused(runner, models, pat
     same.new_state().save(tmp_path / "state.npz")
     runner.load_state(tmp_path / "state.npz")
     np.savez(tmp_path / "old.npz", num_tokens=3, **runner.new_state().arrays)  # as older versions wrote it
-    assert runner.load_state(tmp_path / "old.npz").num_tokens == 3
+    old = runner.load_state(tmp_path / "old.npz")
+    assert old.num_tokens == 3
+    list(runner.stream_ids([[1, 2]], max_new_tokens=1, state=old))
+    assert old.model == runner.new_state().model != ""
+
+
+def test_a_state_is_saved_through_a_link_and_by_several_threads(runner, tmp_path):
+    target, link = tmp_path / "target.npz", tmp_path / "link.npz"
+    runner.new_state().save(target)
+    link.symlink_to(target)
+    states = [replace(runner.new_state(), num_tokens=n) for n in range(4)]
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(lambda state: [state.save(link) for _ in range(20)], states))
+    assert link.is_symlink()
+    assert runner.load_state(target).num_tokens in range(4)
+    assert sorted(tmp_path.iterdir()) == [link, target]
 
 
 def test_streamed_text_is_whole_characters_and_together_the_generated_text(runner, monkeypatch):

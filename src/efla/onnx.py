@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import threading
 import zipfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -39,8 +40,8 @@ class State:
 
     def save(self, path: str | Path) -> None:
         """Write an .npz file, which :meth:`Runner.load_state` reads; an old one is replaced when the new one is complete."""
-        path = Path(path)
-        temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+        path = Path(os.path.realpath(path))  # a link stays a link
+        temporary = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}.tmp")
         entries: dict[str, Any] = {"num_tokens": np.int64(self.num_tokens), "model": np.str_(self.model), **self.arrays}
         try:
             with open(temporary, "wb") as file:
@@ -204,7 +205,7 @@ class Runner:
             if is_last:
                 break
         if state is not None:
-            state.arrays, state.num_tokens = current.arrays, current.num_tokens
+            state.arrays, state.num_tokens, state.model = current.arrays, current.num_tokens, current.model
 
     def _check_ids(self, ids: ArrayLike) -> NDArray[np.int64]:
         try:

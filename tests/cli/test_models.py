@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import re
 import shutil
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -100,7 +102,9 @@ def test_a_conversation_goes_on_from_a_file(byte_model, tmp_path, capsys):
 
 
 @pytest.mark.parametrize("model", ["bytes", "model.onnx"])
-def test_a_state_that_could_not_be_written_is_refused_before_anything_is_generated(model, byte_model, tmp_path, capsys):
+def test_a_state_that_could_not_be_written_is_refused_before_anything_is_generated(
+    model, byte_model, tmp_path, capsys, monkeypatch
+):
     options = (byte_model.with_name(model), "--prompt", "x", "--state")
     with pytest.raises(ValueError, match=r"--state .* is a folder; name a file, such as"):
         run(generate, *options, tmp_path)
@@ -108,6 +112,13 @@ def test_a_state_that_could_not_be_written_is_refused_before_anything_is_generat
         ValueError, match=r"--state .*: there is no folder .*missing; create it, or name a file in another"
     ):
         run(generate, *options, tmp_path / "missing/state")
+
+    def refuse(**options):
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    monkeypatch.setattr(tempfile, "TemporaryFile", refuse)  # root may write where the mode forbids it
+    with pytest.raises(ValueError, match=r"cannot write there \(Read-only file system\); name a file elsewhere"):
+        run(generate, *options, tmp_path / "state")
     assert capsys.readouterr().out == ""
 
 

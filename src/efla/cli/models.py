@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json as json_format
 import sys
+import tempfile
 import time
 from collections import Counter
 from pathlib import Path
@@ -173,11 +174,16 @@ def generate(
 
 
 def _check_state_file(file: Path) -> None:
-    """Refuse a file that could not be written once the text is there."""
+    """Refuse a file in a folder that takes none, before there is a text to lose."""
     if file.is_dir():
         raise ValueError(f"--state {file} is a folder; name a file, such as {file / 'state'}")
     if not file.parent.is_dir():
         raise ValueError(f"--state {file}: there is no folder {file.parent}; create it, or name a file in another")
+    try:
+        with tempfile.TemporaryFile(dir=file.parent):
+            pass
+    except OSError as error:
+        raise ValueError(f"--state {file}: cannot write there ({error.strerror}); name a file elsewhere") from error
 
 
 def _generate_onnx(path: str, prompt: str, state: Path | None, **options: Any) -> int:

@@ -8,6 +8,7 @@ import contextlib
 import errno
 import json
 import os
+import threading
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -124,7 +125,8 @@ def append_rows(folder: Path, rows: Sequence[Record]) -> None:
 
 def write_atomically(file: Path, data: bytes) -> None:
     """Replace a file so that readers see the old or the new content, never a mix, even after a kill."""
-    temporary = file.with_name(f".{file.name}.{os.getpid()}.tmp")
+    file = Path(os.path.realpath(file))  # a link stays a link
+    temporary = file.with_name(f".{file.name}.{os.getpid()}.{threading.get_ident()}.tmp")
     try:
         with open(temporary, "wb") as stream:
             stream.write(data)
