@@ -141,7 +141,9 @@ def step(threads: int, rounds: int) -> Iterator[list[Measurement]]:
     for size, batch, model, tokens in _prompts():
         count = tokens.numel()
         calls = {MODEL: _training_call(model, tokens), FLOOR: products(model, count, count, backward=True)}
-        yield compare(f"training step {PROMPT} batch {batch}, {size}", calls, threads=threads, rounds=rounds, items=count)
+        yield compare(
+            f"training step {PROMPT} batch {batch}, {size}", calls, threads=threads, rounds=rounds, items=count
+        )
 
 
 def _prompts() -> Iterator[tuple[str, int, Any, torch.Tensor]]:

@@ -45,8 +45,8 @@ def register() -> None:
             return _IMPLEMENTATIONS.get(function_name)
 
         def verify(self, function_name: str, *args: Any, **kwargs: Any) -> tuple[bool, str | None]:
-            device = next(x.device for x in (*args, *kwargs.values()) if isinstance(x, Tensor))
-            return device.type == "cpu", f"efla's kernels run on the CPU, the tensors are on {device}"
+            devices = {str(x.device) for x in (*args, *kwargs.values()) if isinstance(x, Tensor)}
+            return devices == {"cpu"}, f"efla's kernels run on the CPU, the tensors are on {', '.join(sorted(devices))}"
 
     register_backend("gated_delta_rule")(EflaBackend)
     for module, functions in _FUNCTIONS.items():

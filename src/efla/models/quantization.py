@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Any, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers.quantizers.auto import register_quantization_config, register_quantizer
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils import logging
@@ -63,7 +63,7 @@ class CpuWeightsQuantizer(HfQuantizer):  # type: ignore[misc]
 
 def pack_linears(model: nn.Module, weights: str) -> nn.Module:
     """Replace the model's linear maps, except narrow ones, by packed ones; no parameter requires gradients then."""
-    packed: list[tuple[PackedLinear, nn.Parameter]] = []
+    packed: list[tuple[PackedLinear, Tensor]] = []
     for parent in list(model.modules()):
         for name, child in parent.named_children():
             if type(child) is nn.Linear and child.out_features >= _FEWEST_OUTPUTS:

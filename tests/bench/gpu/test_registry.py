@@ -60,6 +60,17 @@ def inputs():
     return testing.make_inputs("gated_delta", batch=2, length=70, key_heads=2, value_heads=4, key_dim=16, value_dim=24)
 
 
+def test_a_call_with_a_tensor_elsewhere_is_not_taken():
+    from fla import backends
+
+    verify = backends._get_operation_registry("gated_delta_rule")._backends["efla"].verify
+    offsets, q = torch.tensor([0, 4]), torch.empty(1, 4, 1, 8, device="meta")
+    assert verify("chunk_gated_delta_rule", cu_seqlens_cpu=offsets)[0]
+    assert verify("chunk_gated_delta_rule", cu_seqlens_cpu=offsets, q=q) == (
+        False, "efla's kernels run on the CPU, the tensors are on cpu, meta",
+    )  # fmt: skip
+
+
 def test_cpu_tensors_run_on_our_kernels(chunk_gated_delta_rule, inputs):
     q, k, v = (x.detach().requires_grad_() for x in (inputs.q, inputs.k, inputs.v))
     o, state = chunk_gated_delta_rule(
