@@ -226,6 +226,41 @@ def products_table(folder: Path = ROOT / "benchmarks/results") -> str:
     return "\n\n".join(f"{_table(lines)}\n\n{machine}." for machine, lines in tables.items()) or "Not measured yet."
 
 
+def models_table(folder: Path = ROOT / "benchmarks/results") -> str:
+    """Whole models of ``models.json`` by contender, and what a decoded token costs after many others."""
+    if not (folder / "models.json").exists():
+        return "Not measured yet."
+    record = json.loads((folder / "models.json").read_text())
+    works: dict[str, dict[str, float]] = {}
+    for row in record["rows"]:
+        works.setdefault(row["work"].partition(" (")[0], {})[row["contender"]] = row["median"]
+    shown = {MODELS[work]: times for work, times in works.items() if work in MODELS}
+    names = list(next(iter(shown.values())))
+    lines = [["work", *(NAMES.get(name, name) for name in names)], ["---"] * (len(names) + 1)]
+    lines += [[work, *(_time(times[name]) for name in names)] for work, times in shown.items()]
+    ratios = [f"{late / early:.2f} times what it costs after 1,000 ({work.split(', ')[1]})"
+              for work, (early, late) in ((w, t.values()) for w, t in works.items() if w.startswith("decode"))]  # fmt: skip
+    machine = f"{record['machine']}, {_threads(record['threads'])}, {record['date'][:10]}"
+    return f"{_table(lines)}\n\nA token after 100,000 others costs {' and '.join(ratios)}. {machine}."
+
+
+def weights_table(folder: Path = ROOT / "benchmarks/results") -> str:
+    """A decoded token with smaller weights, and how many times as fast it is as with float32 weights, from ``weights-*.json``."""
+    parts = []
+    for runs in _records(folder, "weights-*.json"):
+        lines = [["model", "batch", "threads", "float32", "float16", "int8", "its float32 products"], ["---"] * 7]
+        works: dict[tuple[str, int], dict[str, float]] = {}
+        for row in (row for run in runs for row in run["rows"]):
+            works.setdefault((row["work"], row["threads"]), {})[row["contender"]] = row["median"]
+        for (work, threads), times in works.items():
+            batch, model = re.findall(r"batch (\d+), (.*)", work)[0]
+            whole = times["model"]
+            smaller = (f"{_time(t)} ({_times(whole / t)})" for t in (times["float16 weights"], times["int8 weights"]))
+            lines.append([model, batch, str(threads), _time(whole), *smaller, _time(times["its products"])])
+        parts.append(f"{_table(lines)}\n\n{runs[0]['machine']}, {runs[0]['date'][:10]}.")
+    return "\n\n".join(parts) or "Not measured yet."
+
+
 def qwen_table(folder: Path = ROOT / "benchmarks/results") -> str:
     """Qwen3.5 without and with our kernels and its own matrix products, a table for each machine of ``qwen-*.json``."""
     parts = []
@@ -539,6 +574,8 @@ def pages(sections: Sequence[Any]) -> dict[Path, str]:
             "products": products_table(),
             "runtimes": runtimes_table(),
             "qwen": qwen_table(),
+            "models": models_table(),
+            "weights": weights_table(),
         },
     )
     return {

@@ -76,10 +76,9 @@ def products(model: Any, rows: int, head_rows: int, times: int = 1, *, backward:
     """All linear maps of the model on that many rows, and nothing else; backward: two more products for each."""
     head = model.get_output_embeddings()
     maps = [module for module in model.modules() if isinstance(module, torch.nn.Linear)]
-    work = [
-        (torch.randn(head_rows if m is head else rows, m.in_features).to(m.weight.dtype), m.weight.detach())
-        for m in maps
-    ]
+    sizes = {m: (head_rows if m is head else rows, m.in_features) for m in maps}
+    inputs = {size: torch.randn(size, dtype=head.weight.dtype) for size in set(sizes.values())}
+    work = [(inputs[size], m.weight.detach()) for m, size in sizes.items()]
 
     def call() -> None:
         for x, weight in work * times:
