@@ -53,7 +53,7 @@ def test_a_wrong_backend_gets_no_numbers(monkeypatch, capsys):
         result = true_forward(*arguments, **options)
         return result._replace(o=result.o * 1.001)
 
-    monkeypatch.setattr(chunked, "forward", slightly_wrong)
+    monkeypatch.setattr(chunked.BACKEND, "forward", slightly_wrong)
     assert cli.main(["bench", "--rounds", "1"]) == 1
     captured = capsys.readouterr()
     assert "'chunked' is wrong" in captured.err

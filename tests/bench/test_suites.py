@@ -11,7 +11,7 @@ import torch
 
 import efla.bench
 from efla import cli
-from efla.bench import PLAIN, evaluation, models, qwen, scan, state, train
+from efla.bench import PLAIN, evaluation, models, qwen, scan, train
 from efla.experiments.mad import bench as mad
 from efla.experiments.smnist import bench as smnist
 from efla.scans.backends import native
@@ -62,7 +62,7 @@ SMALL = {
         models,
         {
             **{"PREFILL_LENGTH": 16, "CONTEXTS": (20, 40), "HIDDEN": 64, "MLP": 96},
-            **{"SIZES": {"efla 4x64": None}, "PROMPT": 16},
+            **{"SIZES": {"efla 4x64": None}, "PROMPT": 16, "TOKENS": 2, "CONTEXT": 20},
             "SUITES": {
                 **{name: run for name, run in models.SUITES.items() if "wide" not in name},  # as the others, but wide
                 "qwen": qwen.suite(64, 4, torch.float32),
@@ -72,7 +72,7 @@ SMALL = {
         {"transformers Qwen3.5", "efla after 20", "softmax after 40", models.MODEL, models.FLOOR}
         | {models.ACCELERATED, "decode, logged", "load", "int8 weights"},
         ("as the formula says",),
-        ((qwen, {"LENGTH": 16, "TOKENS": 2, "HEAD_DIM": 16}), (state, {"TOKENS": 2, "CONTEXT": 20, "PIECE": 10})),
+        ((qwen, {"LENGTH": 16, "TOKENS": 2, "HEAD_DIM": 16}), (efla.bench, {"PIECE": 10})),
     ),
     "train": Small(
         train,

@@ -201,7 +201,7 @@ def test_doctor_reports_a_backend_that_is_wrong(monkeypatch, capsys):
         result = true_forward(*arguments, **options)
         return result._replace(final_state=result.final_state * 1.001)
 
-    monkeypatch.setattr(chunked, "forward", slightly_wrong)
+    monkeypatch.setattr(chunked.BACKEND, "forward", slightly_wrong)
     assert "final_state: error" in doctor_module.check_backend("chunked").problem
     assert cli.main(["doctor"]) == 1
     assert "WRONG" in capsys.readouterr().out

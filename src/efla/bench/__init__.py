@@ -7,13 +7,14 @@ import importlib.metadata
 import os
 import platform
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 
 import efla
 from efla.native import kernels, rows
 from efla.runs import provenance
-from efla.runs.timing import Calls, Measurement
+from efla.runs.timing import Calls, Measurement, training_step
 from efla.scans.backends import native
 from efla.testing import assert_matches_oracle, make_inputs
 
@@ -24,6 +25,7 @@ BACKENDS = {"native": "native", "chunked": "chunked", PLAIN: "chunked"}
 """Backend of each contender. ``chunked`` uses the compiled norms, convolutions and gates too. ``PLAIN`` uses no compiled
 code, as on a machine where the extension was not built."""
 
+PIECE = 2_000  # tokens that :func:`read` reads at a time
 _PACKAGES = ("efla", "torch", "transformers", "numpy", "safetensors", "triton", "flash-linear-attention")
 
 
@@ -41,6 +43,40 @@ def sgemm(size: int) -> tuple[Calls, dict[str, float]]:
 def random_tokens(vocab_size: int, *shape: int) -> torch.Tensor:
     """Token ids above 0, the same in every call."""
     return torch.randint(1, vocab_size, shape, generator=torch.Generator().manual_seed(0))
+
+
+def prefill_call(model: Any, tokens: torch.Tensor) -> Callable[[], object]:
+    """A prompt without a cache: transformers refuses one of linear layers alone."""
+
+    def call() -> object:
+        return model.eval()(tokens, use_cache=False, logits_to_keep=1)
+
+    return call
+
+
+def decode_call(model: Any, cache: Any, batch: int = 1, times: int = 1) -> Callable[[], object]:
+    """So many tokens after the cache, one after another."""
+    token = torch.full((batch, 1), 7)
+
+    def call() -> None:
+        for _ in range(times):
+            model(token, past_key_values=cache, use_cache=True)
+
+    return call
+
+
+def training_call(model: Any, tokens: torch.Tensor) -> Callable[[], object]:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+    return training_step(model, optimizer, lambda: model(tokens, labels=tokens, use_cache=False).loss)
+
+
+@torch.no_grad()
+def read(model: Any, tokens: torch.Tensor) -> Any:
+    """The cache after these tokens, read in pieces."""
+    cache = None
+    for piece in tokens.split(PIECE, dim=1):
+        cache = model(piece, past_key_values=cache, use_cache=True, logits_to_keep=1).past_key_values
+    return cache
 
 
 def check_contenders() -> None:

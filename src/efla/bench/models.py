@@ -11,17 +11,19 @@ from typing import Any
 import torch
 
 import efla
-from efla.bench import Suite, qwen, random_tokens, state
+from efla import state
+from efla.bench import Suite, decode_call, prefill_call, qwen, random_tokens, read, training_call
 from efla.bench.qwen import ACCELERATED, FLOOR, TRANSFORMERS, accelerated, products, qwen_model, sizes_of
 from efla.bench.scan import SAMPLE_SECONDS
 from efla.models.accounting import parameter_count, state_bytes
 from efla.models.cache import cached_state_bytes
 from efla.models.quantization import WEIGHTS, pack_linears
-from efla.runs.timing import Measurement, compare, training_step
+from efla.runs.timing import Measurement, compare
 
 HIDDEN, LAYERS, HEADS, MLP, VOCABULARY = 512, 4, 4, 1536, 1024
 PREFILL_LENGTH = 2048
 CONTEXTS = (1_000, 100_000)
+TOKENS, CONTEXT = 64, 10_000  # of the suites rewind and loading
 # Sizes that are compared with their own matrix products: name -> preset, or none for ``efla_model`` of the rule named first.
 SIZES = {
     "efla-tiny": "efla-tiny",
@@ -73,7 +75,7 @@ def throughput(threads: int, rounds: int) -> Iterator[list[Measurement]]:
     models[TRANSFORMERS] = qwen_model(models["efla"].config)
     tokens = random_tokens(VOCABULARY, 1, PREFILL_LENGTH)
     size = f"B1 T{PREFILL_LENGTH}, {LAYERS} layers of {HIDDEN} (parameters: {parameter_counts(models)})"
-    for work, make_call in (("prefill", _prefill_call), ("training step", _training_call)):
+    for work, make_call in (("prefill", prefill_call), ("training step", training_call)):
         calls = {name: make_call(model, tokens) for name, model in models.items()}
         calls[ACCELERATED] = accelerated(calls[TRANSFORMERS])
         yield compare(f"{work} {size}", calls, threads=threads, rounds=rounds)
@@ -86,8 +88,8 @@ def contexts(threads: int, rounds: int) -> Iterator[list[Measurement]]:
         calls = {}
         for context in CONTEXTS:
             tokens = random_tokens(VOCABULARY, 1, context)
-            cache = _softmax_cache(model, context) if mixers else state.read(model, tokens)
-            calls[f"{name} after {context:,}"] = _decode_call(model, cache)
+            cache = _softmax_cache(model, context) if mixers else read(model, tokens)
+            calls[f"{name} after {context:,}"] = decode_call(model, cache)
             if not mixers:
                 _check_state_bytes(model, cache)
         work = f"decode one token, {name}, {LAYERS} layers of {HIDDEN}"
@@ -100,7 +102,7 @@ def decode(threads: int, rounds: int) -> Iterator[list[Measurement]]:
         runner = _onnx_runner(model, threads)
         for batch in BATCHES:
             tokens = random_tokens(model.config.vocab_size, batch, PROMPT)
-            decoding = _decode_call(model, state.read(model, tokens), batch)
+            decoding = decode_call(model, read(model, tokens), batch)
             calls = _inference({MODEL: decoding, FLOOR: products(model, batch, batch)})
             if runner is not None:
                 _, past = runner(tokens.numpy())
@@ -120,7 +122,7 @@ def weights(threads: int, rounds: int) -> Iterator[list[Measurement]]:
         for batch in BATCHES:
             tokens = random_tokens(model.config.vocab_size, batch, PROMPT)
             calls: dict[str, Callable[[], object]] = {FLOOR: products(model, batch, batch)}
-            calls |= {name: _decode_call(each, state.read(each, tokens), batch) for name, each in models.items()}
+            calls |= {name: decode_call(each, read(each, tokens), batch) for name, each in models.items()}
             yield compare(
                 f"weights, decode batch {batch}, {size}", _inference(calls), threads=threads, rounds=3 * rounds, items=batch,
                 sample_seconds=SAMPLE_SECONDS,
@@ -130,7 +132,7 @@ def weights(threads: int, rounds: int) -> Iterator[list[Measurement]]:
 def prefill(threads: int, rounds: int) -> Iterator[list[Measurement]]:
     """A prompt against the model's own matrix products."""
     for size, batch, model, tokens in _prompts():
-        calls = _inference({MODEL: _prefill_call(model, tokens), FLOOR: products(model, tokens.numel(), batch)})
+        calls = _inference({MODEL: prefill_call(model, tokens), FLOOR: products(model, tokens.numel(), batch)})
         yield compare(
             f"prefill {PROMPT} batch {batch}, {size}", calls, threads=threads, rounds=rounds, items=tokens.numel()
         )
@@ -140,7 +142,7 @@ def step(threads: int, rounds: int) -> Iterator[list[Measurement]]:
     """A training step against the model's own matrix products: one forward and two backward per weight."""
     for size, batch, model, tokens in _prompts():
         count = tokens.numel()
-        calls = {MODEL: _training_call(model, tokens), FLOOR: products(model, count, count, backward=True)}
+        calls = {MODEL: training_call(model, tokens), FLOOR: products(model, count, count, backward=True)}
         yield compare(
             f"training step {PROMPT} batch {batch}, {size}", calls, threads=threads, rounds=rounds, items=count
         )
@@ -175,38 +177,33 @@ def _sized_models() -> Iterator[tuple[str, Any]]:
         yield size, efla.EflaForCausalLM(efla.presets.get(preset)).eval() if preset else efla_model(size.split()[0])
 
 
-SUITES: dict[str, Suite] = {
-    "throughput": throughput,
-    "contexts": contexts,
-    "decode": decode,
-    "weights": weights,
-    "prefill": prefill,
-    "step": step,
-    **qwen.SUITES,
-    **state.SUITES,
-}
+def rewind(threads: int, rounds: int) -> Iterator[list[Measurement]]:
+    """64 decoded tokens with and without the log that lets tokens be taken back."""
+    model = efla_model("efla").eval()
+    caches = {name: read(model, torch.zeros(1, 8, dtype=torch.long)) for name in ("decode", "decode, logged")}
+    caches["decode, logged"].activate_past_recording()
+    calls = {name: decode_call(model, cache, times=TOKENS) for name, cache in caches.items()}
+    yield compare(f"decode {TOKENS}, 4 layers of 512", calls, threads=threads, rounds=rounds, items=TOKENS)
 
 
-def _prefill_call(model: Any, tokens: torch.Tensor) -> Callable[[], object]:
-    def call() -> object:
-        model.eval()
-        return model(tokens, use_cache=False, logits_to_keep=1)  # transformers refuses a cache of linear layers alone
+def loading(threads: int, rounds: int) -> Iterator[list[Measurement]]:
+    """10,000 tokens, read or loaded."""
+    model = efla_model("efla").eval()
+    tokens = random_tokens(VOCABULARY, 1, CONTEXT)
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "state.safetensors"
+        state.save(read(model, tokens), file)
+        calls = {"read": lambda: read(model, tokens), "load": lambda: state.load(file, model)}
+        work = f"the state after {CONTEXT:,} tokens, 4 layers of 512"
+        yield compare(work, calls, threads=threads, rounds=rounds, items=CONTEXT)
 
-    return call
 
-
-def _training_call(model: Any, tokens: torch.Tensor) -> Callable[[], object]:
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
-    return training_step(model, optimizer, lambda: model(tokens, labels=tokens, use_cache=False).loss)
+_OWN = (throughput, contexts, decode, weights, prefill, step)
+SUITES: dict[str, Suite] = {**{f.__name__: f for f in _OWN}, **qwen.SUITES, "rewind": rewind, "loading": loading}
 
 
 def _inference(calls: dict[str, Callable[[], object]]) -> dict[str, Callable[[], object]]:
     return {name: torch.inference_mode()(call) for name, call in calls.items()}
-
-
-def _decode_call(model: Any, cache: Any, batch: int = 1) -> Callable[[], object]:
-    token = torch.full((batch, 1), 7)
-    return lambda: model(token, past_key_values=cache, use_cache=True)
 
 
 @torch.no_grad()

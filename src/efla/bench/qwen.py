@@ -7,9 +7,9 @@ import torch
 from torch.nn import functional
 
 from efla import EflaConfig
-from efla.bench import Suite, random_tokens
+from efla.bench import Suite, decode_call, prefill_call, random_tokens, read, training_call
 from efla.integrations.transformers import accelerate_cpu
-from efla.runs.timing import Measurement, compare, training_step
+from efla.runs.timing import Measurement, compare
 
 TRANSFORMERS, ACCELERATED, FLOOR = "transformers Qwen3.5", "the same, accelerate_cpu", "its products"
 LENGTH, VOCABULARY, HEAD_DIM = 2048, 1024, 128
@@ -60,13 +60,12 @@ def suite(width: int, layers: int, dtype: torch.dtype) -> Suite:
 
         tokens = random_tokens(VOCABULARY, 1, LENGTH)
         hybrid = qwen_model(config, [*["linear"] * 3, "full"] * (layers // 4)).to(dtype)
-        yield compared(f"decode {TOKENS}", _decode(hybrid, tokens[:, :64]), products(hybrid, 1, 1, TOKENS), TOKENS)
+        decoding = decode_call(hybrid, read(hybrid.eval(), tokens[:, :64]), times=TOKENS)
+        yield compared(f"decode {TOKENS}", decoding, products(hybrid, 1, 1, TOKENS), TOKENS)
         del hybrid
         model = qwen_model(config).to(dtype)
-        prefill = lambda: model.eval()(tokens, logits_to_keep=1, use_cache=False)  # noqa: E731
-        yield compared(f"prefill {LENGTH}", prefill, products(model, LENGTH, 1), LENGTH)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
-        step = training_step(model, optimizer, lambda: model(tokens, labels=tokens, use_cache=False).loss)
+        yield compared(f"prefill {LENGTH}", prefill_call(model, tokens), products(model, LENGTH, 1), LENGTH)
+        step = training_call(model, tokens)
         yield compared(f"training step {LENGTH}", step, products(model, LENGTH, LENGTH, backward=True), LENGTH)
 
     return measure
@@ -86,17 +85,6 @@ def products(model: Any, rows: int, head_rows: int, times: int = 1, *, backward:
             if backward:
                 y @ weight
                 y.T @ x
-
-    return call
-
-
-def _decode(model: Any, prompt: torch.Tensor) -> Callable[[], object]:
-    with torch.no_grad():
-        cache = model.eval()(prompt, use_cache=True).past_key_values
-
-    def call() -> None:
-        for _ in range(TOKENS):
-            model(prompt[:, :1], past_key_values=cache, use_cache=True)
 
     return call
 

@@ -231,15 +231,7 @@ def _on_one_thread(call: Callable[[], object], threads: int) -> None:
         torch.set_num_threads(threads)
 
 
-SUITES: dict[str, Suite] = {
-    "headline": headline,
-    "rules": rules,
-    "lengths": lengths,
-    "decode": decode,
-    "overhead": overhead,
-    "short": short,
-    "growth": growth,
-}
+SUITES: dict[str, Suite] = {f.__name__: f for f in (headline, rules, lengths, decode, overhead, short, growth)}
 
 
 class Inputs(NamedTuple):

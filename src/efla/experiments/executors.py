@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 import traceback
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -23,6 +24,7 @@ from efla.native import keep_freed_memory
 from efla.runs.records import Record, dumps, from_record, to_record
 
 Emit = Callable[[Event], None]
+_SECONDS_BETWEEN_REPORTS = 0.2
 
 
 def run_inline(experiment: Experiment[Any], cells: Sequence[Cell], workers: int, threads: int, emit: Emit) -> None:
@@ -102,7 +104,7 @@ class _Worker:
     def __init__(self, threads: int, messages: Messages) -> None:
         self._errors: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "efla.experiments.worker"],
+            [sys.executable, "-m", "efla.experiments.executors"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._errors,
@@ -175,3 +177,46 @@ def run_on_ray(experiment: Experiment[Any], cells: Sequence[Cell], workers: int,
 def _run_ray_task(task: Record) -> list[Record]:
     keep_freed_memory()
     return run_task(task, lambda fraction, **values: None)
+
+
+def _main() -> None:
+    """A worker process: reads cells as JSON lines, writes progress and rows as JSON lines. It ends when its parent does."""
+    keep_freed_memory()
+    out = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)  # keeps libraries' output out of the messages
+    tasks: queue.Queue[Record] = queue.Queue()
+    threading.Thread(target=_read_tasks, args=(sys.stdin, tasks), daemon=True).start()
+    while True:
+        _work(tasks.get(), out)
+
+
+def _read_tasks(stream: IO[str], tasks: queue.Queue[Record]) -> None:
+    for line in stream:
+        tasks.put(json.loads(line))
+    os._exit(0)  # the parent closed the pipe or died, possibly in the middle of a cell; its rows are not needed
+
+
+def _work(task: Record, out: IO[str]) -> None:
+    last = 0.0
+
+    def report(fraction: float, **values: float) -> None:
+        nonlocal last
+        now = time.monotonic()
+        if now - last >= _SECONDS_BETWEEN_REPORTS:
+            last = now
+            _send(out, {"kind": "progress", "fraction": fraction, "values": values})
+
+    event = _outcome(Cell(task["cell"]), lambda: run_task(task, report))
+    _send(out, {"kind": event.kind, "rows": event.rows, "message": event.message})
+
+
+def _send(out: IO[str], message: Record) -> None:
+    try:
+        out.write(dumps(message) + "\n")
+        out.flush()
+    except BrokenPipeError:
+        os._exit(0)
+
+
+if __name__ == "__main__":
+    _main()

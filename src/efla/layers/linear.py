@@ -6,7 +6,7 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.nn.modules import module as module_hooks
+from torch.nn.modules.module import _has_any_global_hook
 
 from efla.native import rows
 
@@ -19,10 +19,7 @@ def is_plain(module: nn.Module, kind: type[nn.Module]) -> bool:
         or module._backward_hooks
         or module._backward_pre_hooks
         or "forward" in vars(module)
-        or module_hooks._global_forward_hooks
-        or module_hooks._global_forward_pre_hooks
-        or module_hooks._global_backward_hooks
-        or module_hooks._global_backward_pre_hooks
+        or _has_any_global_hook()
     )
 
 

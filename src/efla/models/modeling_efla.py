@@ -8,7 +8,6 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.nn.modules.module import _has_any_global_hook
 from torch.utils.checkpoint import checkpoint
 from transformers import initialization as init
 from transformers.cache_utils import Cache, DynamicCache
@@ -21,13 +20,14 @@ from transformers.utils.generic import can_return_tuple
 from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
 from efla.layers import LinearAttention, Mamba2, RMSNorm, ShortConvolution, SoftmaxAttention
-from efla.layers.linear import apply_linear
+from efla.layers.linear import apply_linear, is_plain
 from efla.models import cache as caches
 from efla.models import register_when_loaded
 from efla.models.block import EflaBlock
 from efla.models.configuration_efla import EflaConfig
 from efla.models.inputs import check_token_ids, find_packing, local_padding_mask, positions_of_packed
 from efla.models.saving import CheckpointMixin
+from efla.native.rows import is_plain_tensor
 
 IGNORED = -100
 """The label of tokens that are not predicted."""
@@ -294,15 +294,9 @@ def _plain_weight(head: nn.Module) -> nn.Module | Tensor:
     The backward pass recomputes the logits; given the weight, it uses the same one as the forward pass, also under
     ``torch.func.functional_call``.
     """
-    is_plain = (
-        type(head) is nn.Linear  # neither a subclass nor parametrized, which makes one
-        and head.bias is None
-        and type(head.weight) in (Tensor, nn.Parameter)
-        and "forward" not in vars(head)
-        and not (head._forward_pre_hooks or head._forward_hooks or head._backward_pre_hooks or head._backward_hooks)
-        and not _has_any_global_hook()
-    )
-    return head.weight if is_plain else head
+    # A parametrized head is of another class.
+    has_weight = is_plain(head, nn.Linear) and head.bias is None and is_plain_tensor(head.weight)
+    return cast(Tensor, head.weight) if has_weight else head
 
 
 def _summed_loss(hidden: Tensor, head: nn.Module | Tensor, labels: Tensor) -> Tensor:

@@ -17,9 +17,9 @@ from torch import Tensor
 
 from efla.phi import forward_mode
 from efla.scans.backends import get_backend
-from efla.scans.request import Backend, ScanRequest
+from efla.scans.request import Backend, ScanGradients, ScanRequest
 
-_NUM_TENSORS = 9
+_NUM_TENSORS = len(ScanGradients._fields)
 _PLAIN = (Tensor, torch.nn.Parameter, type(None))
 
 
@@ -67,14 +67,8 @@ def _settings(request: ScanRequest) -> tuple[float, int, str, str]:
 
 def _request(*arguments: Any) -> ScanRequest:
     """A request from its tensors, cu_seqlens and settings."""
-    q, k, v, log_decay, erase, write, log_gate, beta, initial_state, cu_seqlens, scale, chunk_size, rule, normalise = (
-        arguments
-    )
-    return ScanRequest(
-        q=q, k=k, v=v, log_decay=log_decay, erase=erase, write=write, log_gate=log_gate, beta=beta,
-        initial_state=initial_state, cu_seqlens=cu_seqlens, scale=scale, chunk_size=chunk_size, rule=rule,
-        normalise=normalise,
-    )  # fmt: skip
+    names = (*ScanGradients._fields, "cu_seqlens", "scale", "chunk_size", "rule", "normalise")
+    return ScanRequest(**dict(zip(names, arguments, strict=True)))
 
 
 class _Scan(torch.autograd.Function):

@@ -3,12 +3,13 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from efla.rules import UpdateRule
+from efla.scans.keys import prepare_keys
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,36 +97,27 @@ FastPath = Callable[..., tuple[Tensor, Tensor | None] | None]
 rule, qk_l2norm, scale, initial_state, output_final_state, in_place, check_domain)."""
 
 
-class Backend(Protocol):
+@dataclass
+class Backend:
     """One implementation of the recurrence; see docs/explanation/backends.md for how to add one."""
 
     name: str
-    own_autograd: bool
+    forward: Callable[..., ScanResult]
+    """forward(request, save, in_place=False). in_place: the final state may overwrite the initial one."""
+    backward: Callable[[ScanRequest, Tensor, Tensor, Tensor | None], ScanGradients]
+    own_autograd: bool = False
     """Whether autograd may record what ``forward`` does, instead of calling ``backward``."""
-
-    decode: FastPath | None
-
-    def unavailable(self) -> str | None:
-        """Why this backend cannot run on this machine at all, or ``None``."""
-
-    def supports(self, k: Tensor, v: Tensor, dtype: torch.dtype) -> str | None:
-        """Why this backend cannot run a call with these keys and values, computed in ``dtype``, or ``None``."""
-
-    def fuses(self, rule: UpdateRule) -> bool:
-        """Whether this backend takes the rule's inputs and computes its scalars and the norms of q and k itself."""
-
-    def prepare_keys(self, q: Tensor, k: Tensor, normalise: str, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-        """For rules that the backend does not fuse: q and k, normalised as asked, and lam = k.k, [B, T, Hk]."""
-
-    def saved_size(self, k: Tensor, v: Tensor, chunk_size: int) -> int:
-        """Elements of ``ScanResult.saved`` for an unpacked call that will be differentiated; sizes may be symbolic."""
-
-    def forward(self, request: ScanRequest, save: bool, in_place: bool = False) -> ScanResult:
-        """Run the recurrence. in_place: the final state may overwrite the initial one."""
-
-    def backward(
-        self, request: ScanRequest, saved: Tensor, grad_o: Tensor, grad_final_state: Tensor | None
-    ) -> ScanGradients: ...
+    decode: FastPath | None = None
+    unavailable: Callable[[], str | None] = lambda: None
+    """Why this backend cannot run on this machine at all, or ``None``."""
+    supports: Callable[[Tensor, Tensor, torch.dtype], str | None] = lambda k, v, dtype: None
+    """Why this backend cannot run a call with these keys and values, computed in ``dtype``, or ``None``."""
+    fuses: Callable[[UpdateRule], bool] = lambda rule: False
+    """Whether this backend takes the rule's inputs and computes its scalars and the norms of q and k itself."""
+    prepare_keys: Callable[[Tensor, Tensor, str, torch.dtype], tuple[Tensor, Tensor, Tensor]] = prepare_keys
+    """For rules that the backend does not fuse: q and k, normalised as asked, and lam = k.k, [B, T, Hk]."""
+    saved_size: Callable[[Tensor, Tensor, int], int] = lambda k, v, chunk_size: 0
+    """Elements of ``ScanResult.saved`` for an unpacked call that will be differentiated; sizes may be symbolic."""
 
 
 def compute_dtype(*tensors: Tensor | None) -> torch.dtype:

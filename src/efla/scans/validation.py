@@ -128,9 +128,9 @@ def check_rule_inputs(rule: UpdateRule, beta: Tensor | None, log_gate: Tensor | 
         if x is not None:
             check_tensor(name, x)
         if not is_needed and x is not None:
-            raise ValueError(
-                f"rule {rule.name!r} takes no {name}, got one of shape {_shape(x)}; leave it out{_gated(rule, name)}"
-            )
+            has_gated = name == "log_gate" and rule.name in ("delta", "efla")
+            gated = f" or use rule 'gated_{rule.name}'" if has_gated else ""
+            raise ValueError(f"rule {rule.name!r} takes no {name}, got one of shape {_shape(x)}; leave it out{gated}")
         if x is not None:
             check_scalar(name, x, v)
 
@@ -138,20 +138,12 @@ def check_rule_inputs(rule: UpdateRule, beta: Tensor | None, log_gate: Tensor | 
 def check_domain(beta: Tensor | None, log_gate: Tensor | None) -> None:
     """Refuse values outside every rule's domain, where values are checked; the native kernels check them in passing."""
     if beta is not None and checks_values(beta) and bool((beta < 0).any()):
-        raise beta_error(float(beta.min()))
+        raise ValueError(f"beta must be >= 0, got {float(beta.min()):.6g}; pass it through a sigmoid or softplus")
     if log_gate is not None and checks_values(log_gate) and bool((log_gate > 0).any()):
-        raise gate_error(float(log_gate.max()))
-
-
-def beta_error(value: float) -> ValueError:
-    return ValueError(f"beta must be >= 0, got {value:.6g}; pass it through a sigmoid or softplus")
-
-
-def gate_error(value: float) -> ValueError:
-    return ValueError(
-        f"log_gate must be <= 0 (the logarithm of a gate in (0, 1]), got {value:.6g}; "
-        "pass it through logsigmoid, or negate a decay rate"
-    )
+        raise ValueError(
+            f"log_gate must be <= 0 (the logarithm of a gate in (0, 1]), got {float(log_gate.max()):.6g}; "
+            "pass it through logsigmoid, or negate a decay rate"
+        )
 
 
 def check_call(
@@ -201,12 +193,6 @@ def _check_cu_seqlens(cu_seqlens: Tensor, k: Tensor) -> int:
                 f"cu_seqlens must start at 0, never decrease and end at T = {k.shape[1]}, got {_excerpt(boundaries)}"
             )
     return cu_seqlens.shape[0] - 1
-
-
-def _gated(rule: UpdateRule, name: str) -> str:
-    if name != "log_gate" or rule.name not in ("delta", "efla"):
-        return ""
-    return f" or use rule 'gated_{rule.name}'"
 
 
 def _shape(x: Tensor) -> list[int]:

@@ -119,8 +119,8 @@ def main() -> None:
 
     replace_launches(launch, tune)
     # The tensors are on the CPU; the backend treats them as if they were on the target.
-    fla.unavailable = lambda: None
-    fla.supports = lambda k, v, dtype: None
+    fla.BACKEND.unavailable = lambda: None
+    fla.BACKEND.supports = lambda k, v, dtype: None
     for rule in RULES:
         print(json.dumps(asdict(count(rule, options.width, counter))), flush=True)
 

@@ -43,9 +43,10 @@ def _corruption(rows: Sequence[Record], source: str) -> Section:
         tables += [_levels_table(rows, at, arms, kind, name) for kind in PANELS]
         tables.append(_step_sizes(rows, at, arms, name))
     tables.append(_runs_table(cells))
+    whose = "the authors'" if claims.main_block(rows) == "authors" else "our"
     return Section(
         key="smnist",
-        title="Sequential MNIST under corruption",
+        title=f"Sequential MNIST under corruption, {whose} protocol",
         source=source,
         question="Does a classifier with the exact step hold its accuracy when its images are corrupted?",
         intro=(
@@ -181,7 +182,7 @@ def _not_concluded(cells: Sequence[Record]) -> list[str]:
         (len(seeds) == 1, "Any verdict at all: there is one seed, so the spread is unknown."),
         (1 < len(seeds) < 5, f"Small differences: the spread is estimated from {len(seeds)} seeds."),
         (True, f"That the result holds for longer training: these runs have {config['steps']} steps of {config['batch']} images, "
-               f"{passes:.2g} passes over the training images. The paper does not state its length."),
+               f"{passes:.2g} pass{'es' * (passes > 1)} over the training images. The paper does not state its length."),
         (True, "That a difference between EFLA and DeltaNet is due to the rule: they differ in rule and key norm at once. "
                "Only DeltaNet (raw keys) differs from EFLA in the rule alone."),
         (True, "That the paper's own curves are reproduced number by number: it prints none, and leaves the model's details "

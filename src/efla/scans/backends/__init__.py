@@ -2,7 +2,6 @@
 
 import logging
 from functools import cache
-from typing import cast
 
 import torch
 from torch import Tensor
@@ -13,7 +12,7 @@ from efla.scans.backends import chunked, fla, native, reference
 from efla.scans.request import Backend, FastPath
 
 # In the order in which "auto" tries them; the reference supports everything and comes last.
-_BACKENDS = cast("dict[str, Backend]", {module.name: module for module in (native, fla, chunked, reference)})
+_BACKENDS = {module.BACKEND.name: module.BACKEND for module in (native, fla, chunked, reference)}
 
 _logger = logging.getLogger("efla")
 

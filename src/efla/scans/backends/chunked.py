@@ -23,26 +23,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from efla.rules import UpdateRule
-from efla.scans.keys import prepare_keys
-from efla.scans.request import ScanGradients, ScanRequest, ScanResult, sequence_boundaries
-
-__all__ = [
-    "backward",
-    "decode",
-    "forward",
-    "fuses",
-    "name",
-    "own_autograd",
-    "prepare_keys",
-    "saved_size",
-    "supports",
-    "unavailable",
-]
-
-name = "chunked"
-own_autograd = False
-decode = None
+from efla.scans.request import Backend, ScanGradients, ScanRequest, ScanResult, sequence_boundaries
 
 # exp of it is zero in every precision. A log_decay of -inf is raised to it, since -inf - -inf is NaN.
 _CLOSED = -1e4
@@ -50,18 +31,6 @@ _CLOSED = -1e4
 _GROUP_ELEMENTS = 1 << 21
 # For narrow keys a long chunk is slower and rounds more than a token-by-token run.
 _NARROW, _SHORT_CHUNK = 8, 8
-
-
-def unavailable() -> str | None:
-    return None
-
-
-def supports(k: Tensor, v: Tensor, dtype: torch.dtype) -> str | None:
-    return None
-
-
-def fuses(rule: UpdateRule) -> bool:
-    return False
 
 
 def saved_size(k: Tensor, v: Tensor, chunk_size: int) -> int:
@@ -105,7 +74,9 @@ def forward(request: ScanRequest, save: bool, in_place: bool = False) -> ScanRes
 def backward(request: ScanRequest, saved: Tensor, grad_o: Tensor, grad_final_state: Tensor | None) -> ScanGradients:
     """Adjoint of :func:`forward`, groups in reverse (docs/explanation/derivations.md, section 6)."""
     plan = _plan(request)
-    grads = _GradientBuffers(request)
+    scanned = request.tensors()[:6]
+    buffers = (None if x is None else torch.empty_like(x, memory_format=torch.contiguous_format) for x in scanned)
+    grads = ScanGradients(*buffers)  # type: ignore[arg-type]
     states = saved.view(-1, request.num_value_heads, request.k.shape[3], request.v.shape[3])
     d_state = _ordered_state(request, plan, grad_final_state)
     for group in reversed(list(_groups(plan, request))):
@@ -155,12 +126,16 @@ def backward(request: ScanRequest, saved: Tensor, grad_o: Tensor, grad_final_sta
             kept = (d_k_kept * chunks.k).sum(-1)
             passed = (chunks.decay_all * d_after * before).sum((-1, -2))
             d_log_decay = _crossing_sums(passed, started, kept, crossing)
-        grads.add(chunks, d_q, d_k, chunks.write * d_rhs, d_log_decay, d_erase, d_write)
+        d_q, d_k = (x.unflatten(1, (request.k.shape[2], -1)).sum(2) for x in (d_q, d_k))  # of grouped heads
+        found = (d_q, d_k, chunks.write * d_rhs, d_log_decay, d_erase, d_write)
+        for buffer, grad in zip(grads, found, strict=False):
+            if buffer is not None and grad is not None:
+                chunks.store(*(x if x.dim() == 4 else x[..., None] for x in (buffer, grad)))
     d_initial = None
     if request.initial_state is not None:
         d_initial = torch.empty_like(d_state)
         d_initial[plan.order] = d_state
-    return grads.finish(d_initial)
+    return grads._replace(initial_state=d_initial)
 
 
 def _crossing_sums(passed: Tensor, started: Tensor, kept: Tensor, crossing: Tensor) -> Tensor:
@@ -368,39 +343,4 @@ class _Chunks:
         return self.decay_to_end * self.k
 
 
-class _GradientBuffers:
-    """Gradients in the layout of the request, filled group by group."""
-
-    def __init__(self, request: ScanRequest) -> None:
-        self.request = request
-        self.repeats = request.num_value_heads // request.k.shape[2]
-        log_decay, erase, write = request.scalars
-        self.q, self.k, self.v, self.write = (_dense_like(x) for x in (request.q, request.k, request.v, write))
-        self.log_decay = None if log_decay is None else _dense_like(log_decay)
-        self.erase = None if erase is None else _dense_like(erase)
-
-    def add(
-        self,
-        chunks: _Chunks,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        log_decay: Tensor | None,
-        erase: Tensor | None,
-        write: Tensor,
-    ) -> None:
-        chunks.store(self.q, q.unflatten(1, (-1, self.repeats)).sum(2))
-        chunks.store(self.k, k.unflatten(1, (-1, self.repeats)).sum(2))
-        chunks.store(self.v, v)
-        for buffer, grad in ((self.log_decay, log_decay), (self.erase, erase), (self.write, write)):
-            if buffer is not None and grad is not None:
-                chunks.store(buffer[..., None], grad[..., None])
-
-    def finish(self, initial_state: Tensor | None) -> ScanGradients:
-        return ScanGradients(
-            self.q, self.k, self.v, self.log_decay, self.erase, self.write, initial_state=initial_state
-        )
-
-
-def _dense_like(x: Tensor) -> Tensor:
-    return torch.empty_like(x, memory_format=torch.contiguous_format)
+BACKEND = Backend("chunked", forward, backward, saved_size=saved_size)

@@ -12,35 +12,16 @@ from torch import Tensor
 from torch._C import _increment_version as increment_version
 
 from efla import rules
-from efla.native import kernels, materialize, missing
+from efla.native import kernels, materialize
+from efla.native import missing as unavailable
 from efla.rules import UpdateRule
 from efla.scans import validation
-from efla.scans.keys import prepare_keys
-from efla.scans.request import FastPath, ScanGradients, ScanRequest, ScanResult
-
-__all__ = [
-    "backward",
-    "forward",
-    "fuses",
-    "name",
-    "own_autograd",
-    "prepare_keys",
-    "saved_size",
-    "supports",
-    "unavailable",
-]
-
-name = "native"
-own_autograd = False
+from efla.scans.request import Backend, FastPath, ScanGradients, ScanRequest, ScanResult
 
 MAX_WIDTH = 256
 _TILE = 64  # tokens between two saved states: kTile in csrc/problem.h
 _RULE_CODES: dict[str, int] = {} if kernels is None else kernels.rule_codes
 _RAW = -1
-
-
-def unavailable() -> str | None:
-    return missing()
 
 
 def supports(k: Tensor, v: Tensor, dtype: torch.dtype) -> str | None:
@@ -179,3 +160,13 @@ def _not_built(*arguments: object) -> None:
 if kernels is not None:
     check_rules(kernels.rule_facts)
 decode: FastPath = _not_built if kernels is None else kernels.attend
+BACKEND = Backend(
+    "native",
+    forward,
+    backward,
+    decode=decode,
+    unavailable=unavailable,
+    supports=supports,
+    fuses=fuses,
+    saved_size=saved_size,
+)

@@ -9,42 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from efla.rules import UpdateRule
-from efla.scans.keys import prepare_keys
-from efla.scans.request import ScanGradients, ScanRequest, ScanResult, sequence_boundaries
-
-__all__ = [
-    "backward",
-    "decode",
-    "forward",
-    "fuses",
-    "name",
-    "own_autograd",
-    "prepare_keys",
-    "saved_size",
-    "supports",
-    "unavailable",
-]
-
-name = "reference"
-own_autograd = True
-decode = None
-
-
-def unavailable() -> str | None:
-    return None
-
-
-def supports(k: Tensor, v: Tensor, dtype: torch.dtype) -> str | None:
-    return None
-
-
-def fuses(rule: UpdateRule) -> bool:
-    return False
-
-
-def saved_size(k: Tensor, v: Tensor, chunk_size: int) -> int:
-    return 0
+from efla.scans.request import Backend, ScanGradients, ScanRequest, ScanResult, sequence_boundaries
 
 
 def forward(request: ScanRequest, save: bool = False, in_place: bool = False) -> ScanResult:
@@ -148,3 +113,6 @@ def _widen(request: ScanRequest) -> tuple[Tensor, ...]:
     log_decay = zeros if log_decay is None else log_decay.to(dtype)
     erase = zeros if erase is None else erase.to(dtype)
     return q, k, request.v.to(dtype), log_decay, erase, write
+
+
+BACKEND = Backend("reference", forward, backward, own_autograd=True)

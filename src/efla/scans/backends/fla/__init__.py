@@ -21,26 +21,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from efla.rules import UpdateRule
 from efla.scans.backends.fla.operations import has_ieee_products, is_one_tensor, prepare_keys, run
-from efla.scans.request import ScanGradients, ScanRequest, ScanResult
-
-__all__ = [
-    "backward",
-    "decode",
-    "forward",
-    "fuses",
-    "name",
-    "own_autograd",
-    "prepare_keys",
-    "saved_size",
-    "supports",
-    "unavailable",
-]
-
-name = "fla"
-own_autograd = True
-decode = None
+from efla.scans.request import Backend, ScanGradients, ScanRequest, ScanResult
 
 # Tested with 0.6.0. Later minor versions may change an operation's meaning; widen this after running `make test-gpu-sim`.
 OLDEST, TOO_NEW = (0, 6), (0, 7)
@@ -116,14 +98,6 @@ def _accepts_tf32() -> bool:
     return torch.get_float32_matmul_precision() != "highest"
 
 
-def fuses(rule: UpdateRule) -> bool:
-    return False
-
-
-def saved_size(k: Tensor, v: Tensor, chunk_size: int) -> int:
-    return 0
-
-
 def forward(request: ScanRequest, save: bool, in_place: bool = False) -> ScanResult:
     o, final_state = run(request, differentiable=save)
     return ScanResult(o, final_state, final_state.new_empty(0))
@@ -156,3 +130,8 @@ def backward(request: ScanRequest, saved: Tensor, grad_o: Tensor, grad_final_sta
     if leaves["erase"] is leaves["write"] and grads["write"] is not None:
         grads["erase"] = torch.zeros_like(grads["write"])  # counted once, with write
     return ScanGradients(**grads)  # type: ignore[arg-type]
+
+
+BACKEND = Backend(
+    "fla", forward, backward, own_autograd=True, unavailable=unavailable, supports=supports, prepare_keys=prepare_keys
+)
