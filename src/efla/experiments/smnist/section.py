@@ -43,10 +43,9 @@ def _corruption(rows: Sequence[Record], source: str) -> Section:
         tables += [_levels_table(rows, at, arms, kind, name) for kind in PANELS]
         tables.append(_step_sizes(rows, at, arms, name))
     tables.append(_runs_table(cells))
-    whose = "the authors'" if claims.main_block(rows) == "authors" else "our"
     return Section(
         key="smnist",
-        title=f"Sequential MNIST under corruption, {whose} protocol",
+        title=f"Sequential MNIST under corruption, {_protocol(rows)}",
         source=source,
         question="Does a classifier with the exact step hold its accuracy when its images are corrupted?",
         intro=(
@@ -91,7 +90,7 @@ def _rates(rows: Sequence[Record], source: str) -> Section:
     columns = ["model", "rate", "seeds", "final training loss", "clean accuracy, %", "diverged"]
     return Section(
         key="lr",
-        title="Learning-rate robustness",
+        title=f"Learning-rate robustness, {_protocol(rows)}",
         source=source,
         question="How much does the learning rate matter to each of them?",
         intro="The same runs against the learning rate: final training loss and clean test accuracy of each model.",
@@ -103,6 +102,10 @@ def _rates(rows: Sequence[Record], source: str) -> Section:
         tables=[Table("Loss and accuracy by rate", columns, lines)],
         **_about(cells),
     )
+
+
+def _protocol(rows: Sequence[Record]) -> str:
+    return "the authors' protocol" if claims.main_block(rows) == "authors" else "our protocol"
 
 
 def _figure(rows: Sequence[Record], at: claims.Condition, arms: Sequence[str], name: str) -> Figure:
@@ -177,12 +180,12 @@ def _not_concluded(cells: Sequence[Record]) -> list[str]:
     """The limits of these rows."""
     config, first = cells[0]["config"], cells[0]
     seeds, blocks = ({row[key] for row in cells} for key in ("seed", "block"))
-    passes = config["steps"] * config["batch"] / first["data"]["train"]
+    passes = f"{config['steps'] * config['batch'] / first['data']['train']:.2g}"
     return applicable(
         (len(seeds) == 1, "Any verdict at all: there is one seed, so the spread is unknown."),
         (1 < len(seeds) < 5, f"Small differences: the spread is estimated from {len(seeds)} seeds."),
         (True, f"That the result holds for longer training: these runs have {config['steps']} steps of {config['batch']} images, "
-               f"{passes:.2g} pass{'es' * (passes > 1)} over the training images. The paper does not state its length."),
+               f"{passes} pass{'es' * (passes != '1')} over the training images. The paper does not state its length."),
         (True, "That a difference between EFLA and DeltaNet is due to the rule: they differ in rule and key norm at once. "
                "Only DeltaNet (raw keys) differs from EFLA in the rule alone."),
         (True, "That the paper's own curves are reproduced number by number: it prints none, and leaves the model's details "
