@@ -99,13 +99,13 @@ def test_the_speed_table_takes_new_files_and_keeps_ratios_within_one_run(generat
     write("scan.json", "avx2", 2, "2026-01-01", {"native": 0.010, "transformers": 0.080, "sgemm": 0.005})
     write("peers.json", "avx2", 2, "2026-01-02", {"native": 0.020, "ggml": 0.050})
     write("single.json", "avx2", 1, "2026-01-03", {"native": 0.030, "transformers": 0.900})
-    table = generate.speed_table(tmp_path)
+    table = generate.speed_tables.speed_table(tmp_path)
     assert "| AVX2 | efla | ggml | transformers |" in table
     assert "| 20 ms | 2.5\N{MULTIPLICATION SIGN} | 8.0\N{MULTIPLICATION SIGN} |" in table
     assert "AVX-512" not in table
     assert table.endswith("AVX2: M, 2 threads.")
     write("single.json", "avx512", 1, "2026-01-03", {"native": 0.030, "transformers": 0.900})
-    table = generate.speed_table(tmp_path)
+    table = generate.speed_tables.speed_table(tmp_path)
     assert "| AVX-512 (AVX2) | efla | ggml | transformers |" in table
     # A cell without a number for the first set would read as one of it.
     assert (
@@ -117,17 +117,17 @@ def test_the_speed_table_takes_new_files_and_keeps_ratios_within_one_run(generat
 
 def test_tables_of_products_and_runtimes_show_every_row(generate, tmp_path):
     tables = "products", "runtimes", "peers", "qwen", "goals"
-    assert {getattr(generate, f"{name}_table")(tmp_path) for name in tables} == {"Not measured yet."}
+    assert {getattr(generate.speed_tables, f"{name}_table")(tmp_path) for name in tables} == {"Not measured yet."}
     facts = {"machine": "M", "date": "2026-01-01T00:00:00"}
     times = {"model": 0.002, "its products": 0.001, "ONNX Runtime": 0.003}
     rows = [{"work": "decode batch 1, tiny", "threads": 2, "contender": c, "median": t} for c, t in times.items()]
     (tmp_path / "products-avx2.json").write_text(json.dumps({**facts, "rows": rows}))
-    assert "| decode batch 1, tiny | 2 | 2 ms | 1 ms | 2.00 | 1.50 |" in generate.products_table(tmp_path)
+    assert "| decode batch 1, tiny | 2 | 2 ms | 1 ms | 2.00 | 1.50 |" in generate.speed_tables.products_table(tmp_path)
     row = {"model": "tiny", "contender": "ONNX Runtime int8", "threads": 1, "per_second": 1234.5, "bytes": 5e5}
     row |= {"held_out_loss": 1.5, "same_tokens": False}
     record = {**facts, "trained": {"tiny": "300 steps"}, "rows": [row]}
     (tmp_path / "runtimes-avx2.json").write_text(json.dumps(record))
-    table = generate.runtimes_table(tmp_path)
+    table = generate.speed_tables.runtimes_table(tmp_path)
     assert "| tiny | ONNX Runtime int8 | 1 | 1,234 | 0.50 MB | 1.5000 | no |" in table
     assert "M, 2026-01-01. Trained for tiny: 300 steps." in table
     row = {
@@ -140,16 +140,16 @@ def test_tables_of_products_and_runtimes_show_every_row(generate, tmp_path):
     }
     record = {**facts, "rows": [row, {**row, "contender": "onnxruntime", "error": 2e-7, "ratio": 0.82}]}
     (tmp_path / "peers-avx2.json").write_text(json.dumps(record))
-    table = generate.peers_table(tmp_path)
+    table = generate.speed_tables.peers_table(tmp_path)
     assert "| decode B1 T1 H8 D64 | 1 | 20 µs | 0.82\N{MULTIPLICATION SIGN} |" in table
     assert "against the float64 oracle: native 1e-07, ONNX Runtime 2e-07." in table
-    times = {"transformers Qwen3.5": 0.048, generate.ACCELERATED: 0.016, "its products": 0.012}
+    times = {"transformers Qwen3.5": 0.048, generate.speed_tables.ACCELERATED: 0.016, "its products": 0.012}
     work = {"work": "decode 16, Qwen3.5 4 layers of 512, float32", "threads": 2, "items": 16}
     rows = [{**work, "contender": contender, "median": seconds} for contender, seconds in times.items()]
     (tmp_path / "qwen-avx2.json").write_text(json.dumps([{**facts, "rows": rows}]))
     assert (
         "| decode, 4 layers of 512, float32 | 2 | 3 ms | 1 ms | 3.00\N{MULTIPLICATION SIGN} | 0.75 |\n\nM, 2026-01-01."
-        in generate.qwen_table(tmp_path)
+        in generate.speed_tables.qwen_table(tmp_path)
     )
 
 
@@ -175,19 +175,21 @@ def test_changes_of_the_authors_block_are_compared_on_equal_seeds_and_images(gen
 
 
 def test_goals_are_judged_at_equal_work_and_missed_ones_are_bold(generate, tmp_path):
+    tables = generate.speed_tables
+
     def row(work, contender, median, flops=1e6):
         return {"work": work, "contender": contender, "median": median, "useful_flops": flops}
 
-    rows = [row(f"forward {size}", "native", 0.002) for size in (generate.B1, generate.B128, generate.B1_WIDE)]
+    rows = [row(f"forward {size}", "native", 0.002) for size in (tables.B1, tables.B128, tables.B1_WIDE)]
     rows += [
-        row(f"forward {generate.B1}", "transformers", 0.020),
-        row(f"forward {generate.B128}", "transformers", 0.014),
+        row(f"forward {tables.B1}", "transformers", 0.020),
+        row(f"forward {tables.B128}", "transformers", 0.014),
     ]
-    rows += [row(f"forward {generate.B1_WIDE}", "sgemm", 0.0156, flops=1e7)]  # 0.78 of its rate
+    rows += [row(f"forward {tables.B1_WIDE}", "sgemm", 0.0156, flops=1e7)]  # 0.78 of its rate
     for simd in ("avx2", "avx512"):
         record = {"machine": "M", "date": "2026-01-01", "facts": {"SIMD (native)": f"{simd} (of {simd})"}, "rows": rows}
         (tmp_path / f"scan-{simd}.json").write_text(json.dumps(record))
-    table = generate.goals_table(tmp_path)
+    table = tables.goals_table(tmp_path)
     line = "| forward | transformers' chunk function | ≥ 9x | 10.0x; **7.00x** | 10.0x; **7.00x** |"
     assert line.replace("x", "\N{MULTIPLICATION SIGN}") in table
     assert "| forward, D128 | sgemm | ≥ 0.75 (AVX-512); ≥ 0.80 (AVX2) | **0.78** | 0.78 |" in table
