@@ -60,6 +60,9 @@ def test_a_report_of_all_committed_rows_ends_in_a_screen(
     tyro.cli(report, args=[*folders, "--output", str(tmp_path / "report.html")])
     *lines, place, following = capsys.readouterr().out.splitlines()
     assert len(lines) <= 23 and max(map(len, lines[1:])) <= 80
+    assert sum(line.endswith("EFLA degrades more slowly under Gaussian noise") for line in lines) == 1, (
+        "of two protocols"
+    )
     assert place == f"report: {tmp_path / 'report.html'}" and following.startswith("next: ")
 
 

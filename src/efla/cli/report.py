@@ -32,8 +32,11 @@ def report(
     for file in (path for path in runs if path.is_file()):
         print(f"skipped {file}: a file, not a run folder")
     sections = build([path for path in runs if not path.is_file()], output)
+    verdicts: dict[str, list[str]] = {}  # of a claim, by the runs of its experiment
     for line in claim_lines(sections):
-        print(f"{line.claim.verdict:<18}{shorten(line.claim.sentence, 62, placeholder=' …')}")
+        verdicts.setdefault(line.claim.sentence, []).append(line.claim.verdict)
+    for sentence, found in verdicts.items():
+        print(f"{' / '.join(dict.fromkeys(found)):<20}{shorten(sentence, 60, placeholder=' …')}")
     if markdown is not None:
         markdown.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(markdown, claims_page(sections).encode())
