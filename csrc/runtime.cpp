@@ -6,6 +6,9 @@
 
 #include <dlfcn.h>
 #include <pthread.h>
+#if defined(EFLA_X86)
+#include <cpuid.h>
+#endif
 
 #include <atomic>
 #include <cstdlib>
@@ -87,6 +90,21 @@ std::vector<std::string> simd_levels() {
 }
 
 std::string active_simd() { return current_level().name; }
+
+bool mkl_misses_avx512() {
+#if defined(EFLA_X86)
+  static const bool is_zen5_or_later = [] {
+    unsigned a = 0, b = 0, c = 0, d = 0;
+    if (!__get_cpuid(0, &a, &b, &c, &d) || b != signature_AMD_ebx) return false;
+    if (!__get_cpuid(1, &a, &b, &c, &d)) return false;
+    return ((a >> 8) & 0xf) + ((a >> 20) & 0xff) >= 26;
+  }();
+  return is_zen5_or_later && current_level().kernels == &kernels_avx512;
+#else
+  return false;
+#endif
+}
+
 void set_simd(const std::string& name) { g_level.store(&find_level(name), std::memory_order_release); }
 const Kernels& active_kernels() { return *current_level().kernels; }
 

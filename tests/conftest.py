@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from efla import rules
+from efla.native import kernels, rows
 
 # Bit-identical results may depend on it: for this process and those it starts, in fixtures of modules and in every test.
 THREADS = int(os.environ.get("EFLA_TEST_THREADS", "1"))
@@ -29,3 +30,12 @@ def _reproducible():
     torch.use_deterministic_algorithms(False)
     rules._RULES.clear()
     rules._RULES.update(registered)
+
+
+@pytest.fixture
+def onednn_products(monkeypatch):
+    """Products of float32 by oneDNN on every CPU, and of every size."""
+    if kernels is None or not torch.backends.mkldnn.is_available():
+        pytest.skip("needs our kernels and a torch with oneDNN")
+    monkeypatch.setattr(rows, "onednn_is_faster", lambda: True)
+    monkeypatch.setattr(rows, "_SMALL_PRODUCT", 0)

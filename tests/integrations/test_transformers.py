@@ -9,6 +9,7 @@ import warnings
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional
 from transformers import DataCollatorWithFlattening, DynamicCache
 
 from efla import state
@@ -320,6 +321,21 @@ def test_it_can_be_undone_and_done_twice():
     first.restore()
     assert replaceable() == originals
     assert run_packed() == plain
+
+
+@pytest.mark.usefixtures("onednn_products")
+def test_linear_layers_take_onednn_and_are_put_back(monkeypatch):
+    model, plain = small_model("qwen3_5"), nn.Linear.forward
+    ids = torch.randint(3, 97, (2, 100), generator=torch.Generator().manual_seed(1))
+    biased, x = nn.Linear(5, 7), torch.randn(3, 5)
+    expected, expected_biased = model(ids).logits, biased(x)
+    with accelerate_cpu():
+        torch.testing.assert_close(biased(x), expected_biased)
+        monkeypatch.delattr(functional, "linear")
+        logits = model(ids).logits
+    monkeypatch.undo()
+    torch.testing.assert_close(logits, expected, rtol=1e-3, atol=1e-4)
+    assert nn.Linear.forward is plain
 
 
 def test_a_transformers_without_the_hook_is_left_alone_with_a_warning(monkeypatch):

@@ -241,3 +241,65 @@ def test_the_kernels_can_be_switched_off():
     with rows.without_kernels():
         assert rows.l2_norm(x, 1e-6) is None
     assert rows.l2_norm(x, 1e-6) is not None
+
+
+def uses_onednn(y):
+    return type(y.grad_fn).__name__ == "_LinearBackward"
+
+
+@pytest.mark.usefixtures("onednn_products")
+@pytest.mark.parametrize("shape", [(1, 1), (3, 5), (37, 64), (2, 70, 3, 24), (130, 16)], ids=str)
+def test_products_by_onednn_are_torch_s(shape):
+    x, weight = draw(*shape, dtype=torch.float32), draw(33, shape[-1], dtype=torch.float32)
+    exact = [t.detach().double().requires_grad_() for t in (x, weight)]
+    y = rows.linear(x, weight)
+    assert uses_onednn(y)
+    compare(y, (x, weight), functional.linear(*exact), exact, torch.float32)
+    with torch.no_grad():
+        torch.testing.assert_close(rows.linear(x, weight), y)
+    columns = torch.randn(shape[-1], 7).T  # not contiguous, as the gradients' operands
+    torch.testing.assert_close(rows.linear(columns, weight), functional.linear(columns, weight))
+
+
+@pytest.mark.usefixtures("onednn_products")
+def test_products_by_onednn_can_be_differentiated_twice():
+    x, weight = draw(7, 12, dtype=torch.float32), draw(9, 12, dtype=torch.float32)
+    exact = [t.detach().double().requires_grad_() for t in (x, weight)]
+
+    def second(y, inputs):
+        first = torch.autograd.grad(y.square().sum(), inputs, create_graph=True)
+        return torch.autograd.grad(sum(g.square().sum() for g in first), inputs)
+
+    y = rows.linear(x, weight)
+    assert uses_onednn(y)
+    for found, wanted in zip(second(y, (x, weight)), second(functional.linear(*exact), exact), strict=True):
+        assert (found - wanted).abs().max() <= 32 * ROUNDING[torch.float32] * wanted.abs().max()
+
+
+@pytest.mark.usefixtures("onednn_products")
+def test_products_leave_other_dtypes_transforms_and_autocast_to_torch():
+    x, weight = draw(7, 12, dtype=torch.float32), draw(9, 12, dtype=torch.float32)
+    assert not uses_onednn(rows.linear(x.double(), weight.double()))
+    with torch.autocast("cpu", torch.bfloat16):
+        assert rows.linear(x, weight).dtype == torch.bfloat16
+    batched = torch.func.vmap(rows.linear, in_dims=(0, None))(x.detach(), weight.detach())
+    torch.testing.assert_close(batched, functional.linear(x, weight).detach())
+    compiled = torch.compile(rows.linear, fullgraph=True, backend="eager")
+    torch.testing.assert_close(compiled(x, weight), functional.linear(x, weight))
+    with pytest.raises(RuntimeError, match="shapes"):
+        rows.linear(x, weight[:, 1:])
+
+
+@pytest.mark.usefixtures("onednn_products")
+def test_small_products_and_other_cpus_stay_with_torch(monkeypatch):
+    x, weight = draw(64, 64, dtype=torch.float32), draw(64, 64, dtype=torch.float32)
+    assert uses_onednn(rows.linear(x, weight))
+    monkeypatch.setattr(rows, "_SMALL_PRODUCT", 64**3 + 1)
+    assert not uses_onednn(rows.linear(x, weight))
+    monkeypatch.setattr(rows, "_SMALL_PRODUCT", 0)
+    monkeypatch.setattr(rows, "onednn_is_faster", lambda: False)
+    assert not uses_onednn(rows.linear(x, weight))
+
+
+def test_a_cpu_held_to_another_instruction_set_keeps_torch_s_products(simd):
+    assert simd == "avx512" or not rows.onednn_is_faster()

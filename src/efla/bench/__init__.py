@@ -121,6 +121,7 @@ def machine_facts() -> dict[str, str]:
         "threads": f"{torch.get_num_threads()} of {os.cpu_count()} processors",
         "SIMD (torch)": torch.backends.cpu.get_cpu_capability(),
         "SIMD (native)": native.simd_level(),
+        "large products": "oneDNN" if rows.onednn_is_faster() else "torch's choice",
         "devices": ", ".join(devices),
     }
 

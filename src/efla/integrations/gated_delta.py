@@ -8,6 +8,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 from transformers.activations import ACT2FN, SiLUActivation
 
 from efla import rules
@@ -154,6 +155,12 @@ def swiglu_mlp(self: Any, x: Tensor) -> Tensor:
     if isinstance(self.act_fn, (nn.SiLU, SiLUActivation)):
         return SwiGLU.forward(self, x)
     return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))  # type: ignore[no-any-return]
+
+
+def linear(self: Any, input: Tensor) -> Tensor:
+    if self.bias is None:
+        return rows.linear(input, self.weight)
+    return functional.linear(input, self.weight, self.bias)
 
 
 def runs(module: nn.Module, kernel: Callable[..., Any]) -> bool:

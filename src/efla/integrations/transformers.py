@@ -7,7 +7,8 @@
     register()                           # needs the kernels package; then model.set_use_kernels(True) or use_kernels=True
 
 On a CPU these models fall back to slow plain-torch functions. :func:`accelerate_cpu` replaces the functions, norms and
-feed-forward layers in transformers' modules: CPU tensors run on ``native``, all others take the original. :func:`register`
+feed-forward layers in transformers' modules: CPU tensors run on ``native``, all others take the original. On CPUs where
+oneDNN multiplies float32 faster than MKL (AMD's Zen 5), ``torch.nn.Linear`` takes it. :func:`register`
 offers the same functions and norms to transformers' own kernel registry, which chooses them model by model.
 
 Packed sequences (``DataCollatorWithFlattening``), which transformers rejects or mixes on a CPU, stay separate in every
@@ -31,6 +32,7 @@ from torch import Tensor, nn
 
 from efla.integrations.gated_delta import (
     FUNCTIONS,
+    linear,
     rms_norm,
     rms_norm_gated,
     rms_norm_zero_centered,
@@ -41,6 +43,7 @@ from efla.integrations.gated_delta import (
 )
 from efla.models.compat import OLDER_GATED_DELTA_NET
 from efla.models.inputs import boundaries_of_positions, boundaries_of_starts, find_packing, positions_of_packed
+from efla.native import rows
 from efla.scans.validation import checks_values
 
 _INPUTS = ("input_ids", "attention_mask", "position_ids", "past_key_values", "inputs_embeds", "use_cache")
@@ -91,6 +94,8 @@ def accelerate_cpu() -> Acceleration:
     acceleration = Acceleration()
     for owner, name, make in _replacements():
         acceleration._replace(owner, name, make)
+    if _replacements() and rows.onednn_is_faster():
+        acceleration._replace(nn.Linear, "forward", functools.partial(_call_on_cpu, linear))
     if not _replacements():
         warnings.warn(
             "efla found no gated-delta-rule model with a replaceable function in this transformers; nothing was changed",

@@ -5,7 +5,7 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from efla.layers.linear import apply_linear, plain_weights
+from efla.layers.linear import apply_linear, apply_linears, plain_weights
 from efla.native import rows
 
 
@@ -46,7 +46,11 @@ class SwiGLU(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         weights = plain_weights((self.gate_proj, self.up_proj), x.dtype)
         gated = None if weights is None else rows.products(x, cast(list[Tensor], weights), gated=True)
-        inner = rows.swiglu(self.gate_proj(x), self.up_proj(x)) if gated is None else gated[0]
+        if gated is None:
+            gate, up = apply_linears(x, (self.gate_proj, self.up_proj))
+            inner = rows.swiglu(cast(Tensor, gate), cast(Tensor, up))
+        else:
+            inner = gated[0]
         return apply_linear(inner, self.down_proj)
 
 

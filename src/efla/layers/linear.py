@@ -5,7 +5,6 @@ from typing import cast
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 from torch.nn.modules.module import _has_any_global_hook
 
 from efla.native import rows
@@ -65,9 +64,9 @@ class PackedLinear(nn.Module):
 
     def _widened_products(self, x: Tensor) -> Tensor:
         if self.weights == "float16":
-            return functional.linear(x, self.weight.float())
+            return rows.linear(x, self.weight.float())
         numbers, scales = self.weight.split([self.in_features, 4], dim=1)
-        return functional.linear(x, numbers.float()).mul_(scales.contiguous().view(torch.float32).T)
+        return rows.linear(x, numbers.float()).mul_(scales.contiguous().view(torch.float32).T)
 
     def extra_repr(self) -> str:
         return f"in_features={self.in_features}, out_features={self.out_features}, weights={self.weights}"
@@ -106,8 +105,17 @@ def apply_linears(x: Tensor, linears: Sequence[nn.Module | None]) -> tuple[Tenso
     """
     weights = plain_weights(linears, x.dtype)
     results = None if weights is None else rows.products(x, [w for w in weights if w is not None])
-    found = iter([linear(x) for linear in linears if linear is not None] if results is None else results)
+    if results is None:
+        return tuple(None if linear is None else _apply_alone(x, linear) for linear in linears)
+    found = iter(results)
     return tuple(None if linear is None else next(found) for linear in linears)
+
+
+def _apply_alone(x: Tensor, linear: nn.Module) -> Tensor:
+    """linear(x), by the faster of torch's libraries if that is a plain product."""
+    weights = plain_weights((linear,), x.dtype) if rows.onednn_is_faster() else None
+    weight = None if weights is None else weights[0]
+    return cast(Tensor, linear(x)) if weight is None or weight.dtype != x.dtype else rows.linear(x, weight)
 
 
 def apply_linear(x: Tensor, linear: nn.Module) -> Tensor:

@@ -4,12 +4,13 @@ Shapes: B batch, T new tokens, S all tokens so far, H heads, D width per head.
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from efla.layers.linear import apply_linear, apply_linears
 from efla.native.rows import position_in_sequence
 
 
@@ -84,9 +85,8 @@ class SoftmaxAttention(nn.Module):
             mask = _causal(T, x.device) & mask[:, None, None, :].bool()
         if position_ids is None:
             position_ids = torch.arange(T, device=x.device)[None]
-        q, k, v = (
-            proj(x).view(B, T, -1, self.head_dim).transpose(1, 2) for proj in (self.q_proj, self.k_proj, self.v_proj)
-        )
+        projected = apply_linears(x, (self.q_proj, self.k_proj, self.v_proj))
+        q, k, v = (cast(Tensor, p).view(B, T, -1, self.head_dim).transpose(1, 2) for p in projected)
         cos, sin = rotary_angles(position_ids, self.head_dim, self.rope_theta)
         q, k = rotate(q, cos, sin), rotate(k, cos, sin)
         if update_cache is not None:
@@ -104,8 +104,7 @@ class SoftmaxAttention(nn.Module):
             weights = None
         else:
             o, weights = attend(self, q, k, v, mask, dropout=0.0, scaling=self.scaling, **kwargs)
-        y: Tensor = self.o_proj(o.reshape(B, T, -1))
-        return y, weights
+        return apply_linear(o.reshape(B, T, -1), self.o_proj), weights
 
 
 def rotary_angles(position_ids: Tensor, head_dim: int, theta: float) -> tuple[Tensor, Tensor]:

@@ -27,6 +27,7 @@ from efla.models.block import EflaBlock
 from efla.models.configuration_efla import EflaConfig
 from efla.models.inputs import check_token_ids, find_packing, local_padding_mask, positions_of_packed
 from efla.models.saving import CheckpointMixin
+from efla.native import rows
 from efla.native.rows import is_plain_tensor
 
 IGNORED = -100
@@ -289,7 +290,7 @@ def next_token_loss(
 
 
 def _plain_weight(head: nn.Module) -> nn.Module | Tensor:
-    """The weight of a head that only calls ``functional.linear``; any other head unchanged.
+    """The weight of a head that is a plain product; any other head unchanged.
 
     The backward pass recomputes the logits; given the weight, it uses the same one as the forward pass, also under
     ``torch.func.functional_call``.
@@ -300,7 +301,7 @@ def _plain_weight(head: nn.Module) -> nn.Module | Tensor:
 
 
 def _summed_loss(hidden: Tensor, head: nn.Module | Tensor, labels: Tensor) -> Tensor:
-    logits = head(hidden[None])[0] if isinstance(head, nn.Module) else functional.linear(hidden, head)
+    logits = head(hidden[None])[0] if isinstance(head, nn.Module) else rows.linear(hidden, head)
     wide = torch.promote_types(logits.dtype, torch.float32)
     return functional.cross_entropy(logits.to(wide), labels, ignore_index=IGNORED, reduction="sum")
 
