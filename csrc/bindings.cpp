@@ -228,7 +228,7 @@ NB_MODULE(_kernels, m) {
   m.def("active_simd", &efla::active_simd, "The instruction set in use; EFLA_SIMD forces one.");
   m.def("set_simd", &efla::set_simd, nb::arg("name"));
   m.def("mkl_misses_avx512", &efla::mkl_misses_avx512,
-        "Whether AVX-512 is in use on an AMD CPU with 512-bit units, where MKL takes its AVX2 code.");
+        "Whether AVX-512 is in use on an AMD CPU of family 26 (Zen 5) or later, where MKL takes its AVX2 code.");
   m.def("set_parallel_runtime", &efla::set_parallel_runtime, nb::arg("path"),
         "Use the OpenMP runtime already loaded from `path` ('' searches the process); False if it is not there.");
   m.def("has_parallel_runtime", &efla::has_parallel_runtime);

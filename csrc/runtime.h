@@ -14,7 +14,7 @@ std::string active_simd();
 // Throws std::invalid_argument for an unknown name or one the CPU does not have.
 void set_simd(const std::string& name);
 const Kernels& active_kernels();
-// Whether AVX-512 is in use on an AMD CPU with 512-bit units (Zen 5, family 26, or later). MKL takes its AVX2 code there.
+// Whether AVX-512 is in use on an AMD CPU of family 26 (Zen 5) or later. MKL takes its AVX2 code there.
 bool mkl_misses_avx512();
 
 // Uses GOMP_parallel of an OpenMP runtime that is already loaded (torch's). Returns false if there is none.

@@ -22,6 +22,7 @@ from speed_tables import ROOT, markdown_table
 
 README, CLAIMS, COMMAND_LINE = ROOT / "README.md", ROOT / "docs/results/claims.md", ROOT / "docs/reference/cli.md"
 SPEED, SMNIST = ROOT / "docs/explanation/speed.md", ROOT / "docs/results/smnist.md"
+LM, MAD = ROOT / "docs/results/lm.md", ROOT / "docs/results/mad.md"
 
 FOLDERS = ("exactness", "smnist-authors", "smnist", "lm", "throughput", "mad")
 """Beginnings of the folders of results/, in the order of the page; the first that makes a claim is the one README quotes."""
@@ -167,6 +168,101 @@ def _differences(rows: Sequence[Any]) -> str:
     return markdown_table(lines)
 
 
+def lm_tables(folder: Path = ROOT / "results/lm") -> dict[str, str]:
+    """The tables of the page on language models by their markers."""
+    from efla.experiments.lm.claims import METRICS, Runs, claims
+    from efla.experiments.lm.config import CHOICES, PAIR
+    from efla.runs.names import name_of
+    from efla.runs.rows import read_rows
+
+    rows = read_rows(folder)
+    runs = Runs(rows)
+    verdicts = [["claim of the paper", "comparison", "verdict", "difference, 95 % interval", "ours against theirs"]]
+    before = ""
+    for claim in claims(rows):
+        shown = "" if claim.difference is None else claim.difference.text(claim.unit)
+        sentence, before = "" if claim.sentence == before else claim.sentence, claim.sentence
+        verdicts.append([sentence, claim.pair, f"**{claim.verdict}**", shown, claim.reason])
+
+    titles = [METRICS[name].title for name in runs.measured()]
+    models = [["arm", "seeds", "parameters", *titles, "bits \N{MINUS SIGN} DeltaNet, same seeds"]]
+    positions: list[list[str]] = []
+    keys = [["arm", "seeds", "layer", "\N{GREEK SMALL LETTER LAMDA}: median", "99 %", "largest"]]
+    keys[0] += ["\N{GREEK SMALL LETTER BETA}\N{GREEK SMALL LETTER LAMDA}: median", "99 %", "largest"]
+    for arm in runs.arms:
+        mine, name = runs.at(arm), name_of(arm)
+        pair = [runs.metric(a, "bits", shared_with=b).mean for a, b in ((arm, PAIR[0]), (PAIR[0], arm))]
+        gap = "" if arm == PAIR[0] else f"{pair[0] - pair[1]:+.4f}"
+        texts = (runs.text(arm, metric) for metric in runs.measured())
+        models.append([name, str(len(mine)), f"{mine[0]['parameters']:,}", *texts, gap])
+        ends, bits = runs.over_positions(arm)
+        if ends and not positions:
+            starts = [1, *(end + 1 for end in ends)]
+            shown_at = [i for i, end in enumerate(ends) if end in (64, 128, 256, 512, 1024, 1536, 2048)]
+            positions = [["arm", *(f"{starts[i]:,} to {ends[i]:,}" for i in shown_at)]]
+        if ends:
+            positions.append([name, *(bits[i].text(1, 3) for i in shown_at)])
+        layers = [row["keys"]["layers"] for row in mine if "keys" in row]
+        for layer, found in enumerate(zip(*layers, strict=True), start=1):
+            cells = []
+            for key in ("lam", "step_size"):
+                median, high, largest = zip(*(one[key] for one in found), strict=True)
+                cells += [f"{sum(v) / len(v):.3g}" for v in (median, high)] + [f"{max(largest):.3g}"]
+            keys.append([name, str(len(layers)), str(layer), *cells])
+
+    choices = [["set", "chance", *map(name_of, runs.arms)]]
+    for task, column in CHOICES.items():
+        scores = [runs.choice(arm, task) for arm in runs.arms]
+        choices.append([column.title, f"{column.chance:.1f}", *(f"{100 * score[0]:.1f}" for score in scores if score)])
+    tables = {"verdicts": verdicts, "models": models, "positions": positions, "keys": keys, "choices": choices}
+    return {name: with_rule(lines) for name, lines in tables.items()}
+
+
+def mad_tables(folder: Path = ROOT / "results/mad") -> dict[str, str]:
+    """Scores of the baselines with the verdicts of both pairs, and of the hard settings, in percent."""
+    from efla.experiments.mad.claims import PAIRS, arms_of, claims, setting_scores, settings_of, tasks_of
+    from efla.runs.names import name_of
+    from efla.runs.rows import read_rows
+    from efla.runs.statistics import spread
+
+    rows = read_rows(folder)
+    arms = arms_of(rows)
+    found = {claim.pair: claim for claim in claims(rows)}
+    pairs = {
+        name_of(ours): f", {name_of(ours)} against {name_of(theirs)}" for ours, theirs in PAIRS if ours != "exact-flow"
+    }
+    against = {name_of(PAIRS[0][0]): "", **pairs}
+    tables = {
+        "baselines": [["task", *map(name_of, arms), *(f"{name} is better" for name in against)]],
+        "hard": [["task"]],
+    }
+    trained = [
+        arm for arm in arms if any(setting_scores(rows, t, settings_of(rows, t)[-1], arm) for t in tasks_of(rows))
+    ]
+    tables["hard"][0] += map(name_of, trained)
+    for task in tasks_of(rows):
+        base, *hard = settings_of(rows, task)
+        verdicts = []
+        for suffix in against.values():
+            claim = found.get(f"{task} ({base}){suffix}")
+            difference = claim.difference if claim else None
+            verdicts.append(f"**{claim.verdict}**: {difference.text('points')}" if claim and difference else "")
+        scores = (spread(setting_scores(rows, task, base, arm).values()).text(100) for arm in arms)
+        tables["baselines"].append([task, *scores, *verdicts])
+        for name in hard:
+            scores = (spread(setting_scores(rows, task, name, arm).values()).text(100) for arm in trained)
+            tables["hard"].append([f"{task}, {name}", *scores])
+    means = (found.get(f"mean of six tasks{suffix}") for suffix in against.values())
+    shown = [f"**{m.verdict}**: {m.difference.text('points')}" if m and m.difference else "" for m in means]
+    tables["baselines"].append(["mean of six tasks", *[""] * len(arms), *shown])
+    return {name: with_rule(lines) for name, lines in tables.items()}
+
+
+def with_rule(lines: list[list[str]]) -> str:
+    """A Markdown table of lines of which the first is the header."""
+    return markdown_table([lines[0], ["---"] * len(lines[0]), *lines[1:]])
+
+
 def result_folders(folder: Path = ROOT / "results") -> list[Path]:
     """The folders with rows, in the order of FOLDERS; paths relative to the project."""
     found = {path.parent.relative_to(ROOT) for path in folder.glob("*/rows.jsonl")}
@@ -232,6 +328,8 @@ def pages(sections: Sequence[Any]) -> dict[Path, str]:
         README: readme,
         SPEED: speed,
         SMNIST: filled(SMNIST.read_text(), smnist_tables()),
+        LM: filled(LM.read_text(), lm_tables()),
+        MAD: filled(MAD.read_text(), mad_tables()),
         CLAIMS: claims_page(sections),
     }
 

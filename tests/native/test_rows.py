@@ -257,8 +257,14 @@ def test_products_by_onednn_are_torch_s(shape):
     compare(y, (x, weight), functional.linear(*exact), exact, torch.float32)
     with torch.no_grad():
         torch.testing.assert_close(rows.linear(x, weight), y)
-    columns = torch.randn(shape[-1], 7).T  # not contiguous, as the gradients' operands
-    torch.testing.assert_close(rows.linear(columns, weight), functional.linear(columns, weight))
+    for view in (
+        torch.randn(shape[-1], 7).T,
+        torch.randn(7, 1).expand(7, shape[-1]),
+        torch.randn(14, 2 * shape[-1])[::2, ::2],
+    ):
+        torch.testing.assert_close(rows.linear(view, weight), functional.linear(view, weight))
+    found, wanted = (torch.autograd.grad(f(x, weight).sum(), (x, weight)) for f in (rows.linear, functional.linear))
+    torch.testing.assert_close(found, wanted)
 
 
 @pytest.mark.usefixtures("onednn_products")
