@@ -198,7 +198,12 @@ class _Linear(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         wants_x, wants_weight = ctx.needs_input_grad
         d_x = linear(grad, weight.t()) if wants_x else None
-        return d_x, linear(grad.flatten(0, -2).t(), x.flatten(0, -2).t()) if wants_weight else None
+        if not wants_weight:
+            return d_x, None
+        columns, grad_columns = x.flatten(0, -2).t(), grad.flatten(0, -2).t()
+        if len(columns) < len(grad_columns):  # oneDNN makes a dense copy of the first operand
+            return d_x, linear(columns, grad_columns).t()
+        return d_x, linear(grad_columns, columns)
 
 
 class _Norm(torch.autograd.Function):
