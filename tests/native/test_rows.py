@@ -248,7 +248,7 @@ def uses_onednn(y):
 
 
 @pytest.mark.usefixtures("onednn_products")
-@pytest.mark.parametrize("shape", [(1, 1), (3, 5), (37, 64), (2, 70, 3, 24), (130, 16)], ids=str)
+@pytest.mark.parametrize("shape", [(6,), (1, 1), (3, 5), (37, 64), (2, 70, 3, 24), (130, 16)], ids=str)
 def test_products_by_onednn_are_torch_s(shape):
     x, weight = draw(*shape, dtype=torch.float32), draw(33, shape[-1], dtype=torch.float32)
     exact = [t.detach().double().requires_grad_() for t in (x, weight)]

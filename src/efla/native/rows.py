@@ -110,8 +110,8 @@ def products(x: Tensor, weights: Sequence[Tensor], *, gated: bool = False) -> li
 def linear(x: Tensor, weight: Tensor) -> Tensor:
     """x W^T; x: [..., D]; weight: [C, D]; result: [..., C].
 
-    In float32 torch calls MKL, which leaves AVX-512 unused on CPUs of other makers than Intel. oneDNN, which is part of torch
-    too, does not: its products and their gradients take half the time on AMD's Zen 5.
+    In float32 torch calls MKL, which leaves AVX-512 unused on AMD's CPUs. oneDNN, which is part of torch too, does not: its
+    products and their gradients take half the time on Zen 5.
     """
     if not onednn_is_faster() or not _onednn_takes(x, weight):
         return functional.linear(x, weight)
@@ -201,7 +201,7 @@ class _Linear(torch.autograd.Function):
         d_x = linear(grad, weight.t()) if wants_x else None
         if not wants_weight:
             return d_x, None
-        columns, grad_columns = x.flatten(0, -2).t(), grad.flatten(0, -2).t()
+        columns, grad_columns = (t.reshape(-1, t.shape[-1]).t() for t in (x, grad))  # x may be [D]
         if len(columns) < len(grad_columns):  # oneDNN makes a dense copy of the first operand
             return d_x, linear(columns, grad_columns).t()
         return d_x, linear(grad_columns, columns)
