@@ -5,6 +5,7 @@ from typing import cast
 import torch
 from torch import nn
 
+from efla.layers import ShortConvolution
 from efla.layers.linear import PackedLinear
 from efla.models.configuration_efla import EflaConfig
 
@@ -18,12 +19,8 @@ def parameter_count(model: nn.Module) -> int:
 
 
 def count_parameters(config: EflaConfig) -> int:
-    """Number of distinct parameters; builds the model on the meta device, without memory."""
-    from efla.models.modeling_efla import EflaForCausalLM
-
-    with torch.device("meta"):
-        model = EflaForCausalLM(config)
-    return parameter_count(model)
+    """Number of distinct parameters."""
+    return parameter_count(_without_memory(config))
 
 
 def state_bytes(config: EflaConfig, dtype: torch.dtype = torch.float32) -> int:
@@ -54,23 +51,22 @@ def flops_per_token(config: EflaConfig, context: int = 0) -> int:
     2 per weight of every linear map (the head included, the embedding not), 2 per weight of a convolution, 6 K V per
     head for the scan, 4 D per head and earlier token for softmax attention.
     """
-    d = config.hidden_size
-    total = 2 * d * config.vocab_size
+    maps = [m for m in _without_memory(config).modules() if isinstance(m, (nn.Linear, ShortConvolution))]
+    total = 2 * sum(m.weight.numel() for m in maps)
     for mixer in cast(list[str], config.mixers):
-        total += 6 * d * (config.intermediate_size or 0)
         if mixer == "softmax":
-            width = config.num_attention_heads * (config.attention_head_dim or 0)
-            key_width = (config.num_key_value_heads or 0) * (config.attention_head_dim or 0)
-            total += 4 * d * (width + key_width) + 4 * width * (context + 1)
-            continue
-        memory, channels = _memory_and_channels(config, mixer)
-        total += 6 * memory + 2 * channels * config.conv_size
-        if mixer == "mamba2":
-            inner = config.mamba_expand * d
-            total += 2 * d * (inner + channels + inner // config.mamba_head_dim) + 2 * inner * d
+            total += 4 * config.num_attention_heads * cast(int, config.attention_head_dim) * (context + 1)
         else:
-            total += 2 * d * _linear_width(config, mixer)
+            total += 6 * _memory_and_channels(config, mixer)[0]
     return total
+
+
+def _without_memory(config: EflaConfig) -> nn.Module:
+    """The model on the meta device."""
+    from efla.models.modeling_efla import EflaForCausalLM
+
+    with torch.device("meta"):
+        return EflaForCausalLM(config)
 
 
 def _memory_and_channels(config: EflaConfig, mixer: str) -> tuple[int, int]:
@@ -81,14 +77,3 @@ def _memory_and_channels(config: EflaConfig, mixer: str) -> tuple[int, int]:
         return inner * config.mamba_state_size, inner + 2 * groups
     K, V = cast(int, config.head_dim), cast(int, config.value_head_dim)
     return config.num_heads * K * V, 2 * cast(int, config.num_key_heads) * K + config.num_heads * V
-
-
-def _linear_width(config: EflaConfig, rule: str) -> int:
-    """Summed output widths of a linear layer's maps from the hidden size (Wo counted as one)."""
-    from efla import rules
-
-    update = rules.get(rule)
-    value = config.num_heads * cast(int, config.value_head_dim)
-    has_gate = update.needs_gate if config.output_gate is None else config.output_gate
-    width = 2 * cast(int, config.num_key_heads) * cast(int, config.head_dim) + 2 * value
-    return width + config.num_heads * (update.needs_beta + update.needs_gate) + value * has_gate
