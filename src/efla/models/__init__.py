@@ -5,11 +5,12 @@ transformers' Auto classes ``model_type="efla"`` at once where these packages ar
 Models that cannot be registered then are registered with the first EflaConfig: no Auto class looks for a model before that.
 """
 
+import copy
 import importlib
 import sys
 import warnings
 from collections.abc import Callable, Sequence
-from importlib.abc import Loader, MetaPathFinder
+from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 
@@ -100,40 +101,23 @@ def _any_half_imported(prefix: str, but: str) -> bool:
 
 
 class _Finder(MetaPathFinder):
-    """Finds the pending modules as the other finders do, and wraps their loader."""
+    """Finds the pending modules as the other finders do; the registration follows the module's own code."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
         if fullname not in _PENDING:
             return None
-        for finder in sys.meta_path:
-            if finder is self or not hasattr(finder, "find_spec"):
-                continue
-            spec = finder.find_spec(fullname, path, target)
-            if spec is not None:
-                if spec.loader is not None:
-                    spec.loader = _Loader(spec.loader, fullname)
-                return spec
-        return None
+        others = (finder for finder in sys.meta_path if finder is not self and hasattr(finder, "find_spec"))
+        spec = next(filter(None, (finder.find_spec(fullname, path, target) for finder in others)), None)
+        if spec is not None and spec.loader is not None:
+            loader = spec.loader = copy.copy(spec.loader)  # one in an archive loads other modules too
+            execute = loader.exec_module
 
+            def execute_and_register(module: ModuleType) -> None:
+                del loader.exec_module  # leaves the module as without us
+                execute(module)
+                _run(fullname)
 
-class _Loader(Loader):
-    """Runs the module's own loader, then the registration."""
-
-    def __init__(self, loader: Loader, name: str) -> None:
-        self._loader = loader
-        self._name = name
-
-    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
-        return self._loader.create_module(spec)
-
-    def exec_module(self, module: ModuleType) -> None:
-        self._loader.exec_module(module)
-        if module.__spec__ is not None:
-            module.__spec__.loader = self._loader  # leaves the module as without us
-        module.__loader__ = self._loader
-        _run(self._name)
-
-    def __getattr__(self, name: str) -> object:
-        return getattr(self._loader, name)  # is_package, get_source and the like
+            loader.exec_module = execute_and_register  # type: ignore[method-assign]
+        return spec
