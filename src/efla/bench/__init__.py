@@ -1,6 +1,6 @@
 """Benchmarks of speed and memory. Contenders take turns in one process and are compared as ratios.
 
-A suite is a function of (threads, rounds) that yields one list of measurements per piece of work.
+A suite is a function of the number of rounds that yields one list of measurements per piece of work, with torch's threads.
 """
 
 import importlib.metadata
@@ -18,7 +18,7 @@ from efla.runs.timing import Calls, Measurement, training_step
 from efla.scans.backends import native
 from efla.testing import assert_matches_oracle, make_inputs
 
-Suite = Callable[[int, int], Iterator[list[Measurement]]]
+Suite = Callable[[int], Iterator[list[Measurement]]]
 
 PLAIN = "chunked, no compiled kernels"
 BACKENDS = {"native": "native", "chunked": "chunked", PLAIN: "chunked"}

@@ -27,7 +27,7 @@ MODELS: dict[str, dict[str, Any]] = {
 SPECIAL_TOKENS = {"bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0}
 
 
-def hellaswag(threads: int, rounds: int) -> Iterator[list[Measurement]]:
+def hellaswag(rounds: int) -> Iterator[list[Measurement]]:
     """HellaSwag items (needs EFLA_DATA) on each model: shared prefill, then the plain path."""
     from efla.evaluation.harness import HarnessModel
 
@@ -52,7 +52,7 @@ def hellaswag(threads: int, rounds: int) -> Iterator[list[Measurement]]:
         calls = {"shared prefill": _call(shared, requests)}
         calls |= {f"plain, {rows} rows": _call(lm, requests) for rows, lm in plain.items()}
         work = f"HellaSwag, {len(chosen)} items, {len(requests)} choices, 4 layers of 256: {name}"
-        yield compare(work, calls, threads=threads, rounds=rounds)
+        yield compare(work, calls, rounds=rounds)
 
 
 SUITES: dict[str, Suite] = {"hellaswag": hellaswag}

@@ -69,7 +69,7 @@ def parameter_counts(models: dict[str, Any]) -> str:
     return ", ".join(f"{name} {parameter_count(model):,}" for name, model in models.items())
 
 
-def throughput(threads: int, rounds: int) -> Iterator[list[Measurement]]:
+def throughput(rounds: int) -> Iterator[list[Measurement]]:
     """Prefill, and a training step with AdamW, at 2,048 tokens."""
     models = {"efla gated_delta": efla_model(), "efla": efla_model("efla")}
     models[TRANSFORMERS] = qwen_model(models["efla"].config)
@@ -78,10 +78,10 @@ def throughput(threads: int, rounds: int) -> Iterator[list[Measurement]]:
     for work, make_call in (("prefill", prefill_call), ("training step", training_call)):
         calls = {name: make_call(model, tokens) for name, model in models.items()}
         calls[ACCELERATED] = accelerated(calls[TRANSFORMERS])
-        yield compare(f"{work} {size}", calls, threads=threads, rounds=rounds)
+        yield compare(f"{work} {size}", calls, rounds=rounds)
 
 
-def contexts(threads: int, rounds: int) -> Iterator[list[Measurement]]:
+def contexts(rounds: int) -> Iterator[list[Measurement]]:
     """One decoded token after a short and a long context: constant for linear attention, growing for softmax attention."""
     for name, mixers in (("efla", None), ("softmax", ["softmax"])):
         model = efla_model("efla", mixers).eval()
@@ -93,13 +93,13 @@ def contexts(threads: int, rounds: int) -> Iterator[list[Measurement]]:
             if not mixers:
                 _check_state_bytes(model, cache)
         work = f"decode one token, {name}, {LAYERS} layers of {HIDDEN}"
-        yield compare(work, calls, threads=threads, rounds=3 * rounds, repeats=4)
+        yield compare(work, calls, rounds=3 * rounds, repeats=4)
 
 
-def decode(threads: int, rounds: int) -> Iterator[list[Measurement]]:
+def decode(rounds: int) -> Iterator[list[Measurement]]:
     """One decoded token against the model's own matrix products (``F.linear`` at the same shapes) and ONNX Runtime."""
     for size, model in _sized_models():
-        runner = _onnx_runner(model, threads)
+        runner = _onnx_runner(model)
         for batch in BATCHES:
             tokens = random_tokens(model.config.vocab_size, batch, PROMPT)
             decoding = decode_call(model, read(model, tokens), batch)
@@ -107,13 +107,11 @@ def decode(threads: int, rounds: int) -> Iterator[list[Measurement]]:
             if runner is not None:
                 _, past = runner(tokens.numpy())
                 calls[ONNX] = partial(runner, tokens[:, :1].numpy(), past)
-            yield compare(
-                f"decode batch {batch}, {size}", calls, threads=threads, rounds=3 * rounds, items=batch,
-                sample_seconds=SAMPLE_SECONDS,
-            )  # fmt: skip
+            work = f"decode batch {batch}, {size}"
+            yield compare(work, calls, rounds=3 * rounds, items=batch, sample_seconds=SAMPLE_SECONDS)
 
 
-def weights(threads: int, rounds: int) -> Iterator[list[Measurement]]:
+def weights(rounds: int) -> Iterator[list[Measurement]]:
     """One decoded token with weights of 4, 2 and 1 bytes against the float32 matrix products (efla only, not gated)."""
     for size, model in _sized_models():
         if size.startswith("gated"):
@@ -123,29 +121,23 @@ def weights(threads: int, rounds: int) -> Iterator[list[Measurement]]:
             tokens = random_tokens(model.config.vocab_size, batch, PROMPT)
             calls: dict[str, Callable[[], object]] = {FLOOR: products(model, batch, batch)}
             calls |= {name: decode_call(each, read(each, tokens), batch) for name, each in models.items()}
-            yield compare(
-                f"weights, decode batch {batch}, {size}", _inference(calls), threads=threads, rounds=3 * rounds, items=batch,
-                sample_seconds=SAMPLE_SECONDS,
-            )  # fmt: skip
+            work = f"weights, decode batch {batch}, {size}"
+            yield compare(work, _inference(calls), rounds=3 * rounds, items=batch, sample_seconds=SAMPLE_SECONDS)
 
 
-def prefill(threads: int, rounds: int) -> Iterator[list[Measurement]]:
+def prefill(rounds: int) -> Iterator[list[Measurement]]:
     """A prompt against the model's own matrix products."""
     for size, batch, model, tokens in _prompts():
         calls = _inference({MODEL: prefill_call(model, tokens), FLOOR: products(model, tokens.numel(), batch)})
-        yield compare(
-            f"prefill {PROMPT} batch {batch}, {size}", calls, threads=threads, rounds=rounds, items=tokens.numel()
-        )
+        yield compare(f"prefill {PROMPT} batch {batch}, {size}", calls, rounds=rounds, items=tokens.numel())
 
 
-def step(threads: int, rounds: int) -> Iterator[list[Measurement]]:
+def step(rounds: int) -> Iterator[list[Measurement]]:
     """A training step against the model's own matrix products: one forward and two backward per weight."""
     for size, batch, model, tokens in _prompts():
         count = tokens.numel()
         calls = {MODEL: training_call(model, tokens), FLOOR: products(model, count, count, backward=True)}
-        yield compare(
-            f"training step {PROMPT} batch {batch}, {size}", calls, threads=threads, rounds=rounds, items=count
-        )
+        yield compare(f"training step {PROMPT} batch {batch}, {size}", calls, rounds=rounds, items=count)
 
 
 def _prompts() -> Iterator[tuple[str, int, Any, torch.Tensor]]:
@@ -155,7 +147,7 @@ def _prompts() -> Iterator[tuple[str, int, Any, torch.Tensor]]:
             yield size, batch, model, random_tokens(model.config.vocab_size, batch, PROMPT)
 
 
-def _onnx_runner(model: Any, threads: int) -> Any:
+def _onnx_runner(model: Any) -> Any:
     """The exported model on ONNX Runtime, or ``None`` where the extra 'onnx' is not installed."""
     if find_spec("onnx") is None or find_spec("onnxruntime") is None:
         print("ONNX Runtime: skipped, pip install 'efla[onnx]'")
@@ -167,7 +159,7 @@ def _onnx_runner(model: Any, threads: int) -> Any:
         export_onnx(model, Path(folder) / "model.onnx", last_logits=True)
         # Its threads would go on waiting busily beside the next contender, and take a core from it.
         quiet = {"session.force_spinning_stop": "1"}
-        return Runner(Path(folder) / "model.onnx", num_threads=threads, settings=quiet)
+        return Runner(Path(folder) / "model.onnx", num_threads=torch.get_num_threads(), settings=quiet)
 
 
 def _sized_models() -> Iterator[tuple[str, Any]]:
@@ -177,16 +169,16 @@ def _sized_models() -> Iterator[tuple[str, Any]]:
         yield size, efla.EflaForCausalLM(efla.presets.get(preset)).eval() if preset else efla_model(size.split()[0])
 
 
-def rewind(threads: int, rounds: int) -> Iterator[list[Measurement]]:
+def rewind(rounds: int) -> Iterator[list[Measurement]]:
     """64 decoded tokens with and without the log that lets tokens be taken back."""
     model = efla_model("efla").eval()
     caches = {name: read(model, torch.zeros(1, 8, dtype=torch.long)) for name in ("decode", "decode, logged")}
     caches["decode, logged"].activate_past_recording()
     calls = {name: decode_call(model, cache, times=TOKENS) for name, cache in caches.items()}
-    yield compare(f"decode {TOKENS}, 4 layers of 512", calls, threads=threads, rounds=rounds, items=TOKENS)
+    yield compare(f"decode {TOKENS}, 4 layers of 512", calls, rounds=rounds, items=TOKENS)
 
 
-def loading(threads: int, rounds: int) -> Iterator[list[Measurement]]:
+def loading(rounds: int) -> Iterator[list[Measurement]]:
     """10,000 tokens, read or loaded."""
     model = efla_model("efla").eval()
     tokens = random_tokens(VOCABULARY, 1, CONTEXT)
@@ -195,7 +187,7 @@ def loading(threads: int, rounds: int) -> Iterator[list[Measurement]]:
         state.save(read(model, tokens), file)
         calls = {"read": lambda: read(model, tokens), "load": lambda: state.load(file, model)}
         work = f"the state after {CONTEXT:,} tokens, 4 layers of 512"
-        yield compare(work, calls, threads=threads, rounds=rounds, items=CONTEXT)
+        yield compare(work, calls, rounds=rounds, items=CONTEXT)
 
 
 _OWN = (throughput, contexts, decode, weights, prefill, step)

@@ -45,7 +45,7 @@ def suite(width: int, layers: int, dtype: torch.dtype) -> Suite:
     refuses a cache of linear layers alone.
     """
 
-    def measure(threads: int, rounds: int) -> Iterator[list[Measurement]]:
+    def measure(rounds: int) -> Iterator[list[Measurement]]:
         config = EflaConfig(
             vocab_size=VOCABULARY, hidden_size=width, intermediate_size=3 * width, num_hidden_layers=layers,
             num_heads=width // HEAD_DIM,
@@ -56,7 +56,7 @@ def suite(width: int, layers: int, dtype: torch.dtype) -> Suite:
             work: str, call: Callable[[], object], floor: Callable[[], object], items: int
         ) -> list[Measurement]:
             calls = {TRANSFORMERS: call, ACCELERATED: accelerated(call), FLOOR: floor}
-            return compare(f"{work}, {size}", calls, threads=threads, rounds=rounds, items=items)
+            return compare(f"{work}, {size}", calls, rounds=rounds, items=items)
 
         tokens = random_tokens(VOCABULARY, 1, LENGTH)
         hybrid = qwen_model(config, [*["linear"] * 3, "full"] * (layers // 4)).to(dtype)

@@ -65,30 +65,30 @@ YARDSTICK = f"native at T{YARDSTICK_LENGTH}"
 ALONE = "native, kernels alone"
 
 
-def headline(threads: int, rounds: int) -> Iterator[list[Measurement]]:
+def headline(rounds: int) -> Iterator[list[Measurement]]:
     """Forward, and forward with backward, of the gated delta rule, at three sizes."""
     for size in HEADLINE:
         calls = contender_calls(size, "forward")
         if size.batch == 1:
             calls["softmax attention"] = softmax_call(size)
         calls["native bfloat16"] = attention_call(size, "gated_delta", dtype=torch.bfloat16)
-        calls[ALONE] = kernel_call(size, "forward", threads)
-        yield _against_sgemm(f"forward {size}", calls, threads, rounds, size.flops(FORWARD_FLOPS))
-        calls = {**contender_calls(size, "training"), ALONE: kernel_call(size, "training", threads)}
-        yield _against_sgemm(f"forward+backward {size}", calls, threads, rounds, size.flops(TRAINING_FLOPS))
+        calls[ALONE] = kernel_call(size, "forward")
+        yield _against_sgemm(f"forward {size}", calls, rounds, size.flops(FORWARD_FLOPS))
+        calls = {**contender_calls(size, "training"), ALONE: kernel_call(size, "training")}
+        yield _against_sgemm(f"forward+backward {size}", calls, rounds, size.flops(TRAINING_FLOPS))
 
 
-def rules(threads: int, rounds: int) -> Iterator[list[Measurement]]:
+def rules(rounds: int) -> Iterator[list[Measurement]]:
     """Every rule on ``native``: the cost of the exact flow relative to the Euler step."""
     for size in HEADLINE[:2]:
         forward = {name: attention_call(size, name) for name in efla.rules.names()}
-        yield _against_sgemm(f"rules, forward {size}", forward, threads, rounds, size.flops(FORWARD_FLOPS))
+        yield _against_sgemm(f"rules, forward {size}", forward, rounds, size.flops(FORWARD_FLOPS))
         names = ("delta", "efla", "gated_delta", "gated_efla")
         training = {name: attention_call(size, name, work="training") for name in names}
-        yield _against_sgemm(f"rules, forward+backward {size}", training, threads, rounds, size.flops(TRAINING_FLOPS))
+        yield _against_sgemm(f"rules, forward+backward {size}", training, rounds, size.flops(TRAINING_FLOPS))
 
 
-def lengths(threads: int, rounds: int) -> Iterator[list[Measurement]]:
+def lengths(rounds: int) -> Iterator[list[Measurement]]:
     """Forward pass at increasing context lengths."""
     for width in (64, 128):
         for length in LENGTHS:
@@ -104,17 +104,12 @@ def lengths(threads: int, rounds: int) -> Iterator[list[Measurement]]:
                 calls[YARDSTICK] = attention_call(yardstick, "gated_delta")
                 flops_of = {YARDSTICK: yardstick.flops(FORWARD_FLOPS)}
             yield compare(
-                f"length, forward {size}",
-                calls,
-                threads=threads,
-                rounds=rounds,
-                useful_flops=size.flops(FORWARD_FLOPS),
-                flops_of=flops_of,
+                f"length, forward {size}", calls, rounds=rounds, useful_flops=size.flops(FORWARD_FLOPS), flops_of=flops_of,
                 sample_seconds=SAMPLE_SECONDS,
-            )
+            )  # fmt: skip
 
 
-def decode(threads: int, rounds: int) -> Iterator[list[Measurement]]:
+def decode(rounds: int) -> Iterator[list[Measurement]]:
     """One token with a carried state: the whole call as a model makes it.
 
     The lower bound is one pass over the state with torch's in-place product: every token reads and writes all of it.
@@ -128,17 +123,12 @@ def decode(threads: int, rounds: int) -> Iterator[list[Measurement]]:
                 "transformers": transformers_call(size, "decoding"),
                 "one pass over the state": partial(torch.ones(batch, 8, width, width).mul_, 0.999),
             }
-            yield compare(
-                f"decode {size}",
-                calls,
-                threads=threads,
-                rounds=3 * rounds,
-                repeats=64 if batch <= 16 else 16,
-                useful_flops=size.flops(FORWARD_FLOPS),
-            )
+            repeats = 64 if batch <= 16 else 16
+            flops = size.flops(FORWARD_FLOPS)
+            yield compare(f"decode {size}", calls, rounds=3 * rounds, repeats=repeats, useful_flops=flops)
 
 
-def overhead(threads: int, rounds: int) -> Iterator[list[Measurement]]:
+def overhead(rounds: int) -> Iterator[list[Measurement]]:
     """A decoded token and a training call on one head of width 16, where nearly all is overhead, beside the bound C++ functions.
 
     Those of training write to tensors that exist. "autograd alone" differentiates a function of the same tensors that
@@ -149,7 +139,7 @@ def overhead(threads: int, rounds: int) -> Iterator[list[Measurement]]:
     o, state, saved = torch.empty_like(v), torch.zeros(1, 1, 16, 16), torch.empty(0)
     given = (q, k, v, None, None, None, None, beta, None, None)
     grads = [None if x is None else torch.empty_like(x) for x in given[:9]]
-    settings = native.rule_code(efla.rules.get("efla")), "", 0.25
+    settings, threads = (native.rule_code(efla.rules.get("efla")), "", 0.25), torch.get_num_threads()
     leaves = [x.clone().requires_grad_() for x in made.present()]
 
     def bound() -> None:
@@ -168,7 +158,7 @@ def overhead(threads: int, rounds: int) -> Iterator[list[Measurement]]:
         "autograd alone": _with_gradients(lambda: (_Nothing.apply(*leaves), None), leaves),  # type: ignore[no-untyped-call]
     }
     for work, calls in ((f"decode {token}", decoding), (f"forward+backward {tokens}", training)):
-        yield compare(f"overhead, {work}", calls, threads=threads, rounds=3 * rounds, repeats=CALLS)
+        yield compare(f"overhead, {work}", calls, rounds=3 * rounds, repeats=CALLS)
 
 
 class _Nothing(torch.autograd.Function):
@@ -184,35 +174,26 @@ class _Nothing(torch.autograd.Function):
         return tuple(map(torch.empty_like, ctx.saved_tensors))
 
 
-def short(threads: int, rounds: int) -> Iterator[list[Measurement]]:
+def short(rounds: int) -> Iterator[list[Measurement]]:
     """One head of 128 and a short sequence, on one thread and on all: how much of the work is shared."""
     for name, (work, flops) in KINDS.items():
         for length in SHORT_LENGTHS:
             size = Size(1, length, 1, 128)
             call = attention_call(size, "gated_delta", work=work)
             yield compare(
-                f"short, {name} {size}",
-                {"native": call, "native, 1 thread": partial(_on_one_thread, call, threads)},
-                threads=threads,
-                rounds=3 * rounds,
-                useful_flops=size.flops(flops),
-                sample_seconds=SAMPLE_SECONDS,
-            )
+                f"short, {name} {size}", {"native": call, "native, 1 thread": partial(_on_one_thread, call)},
+                rounds=3 * rounds, useful_flops=size.flops(flops), sample_seconds=SAMPLE_SECONDS,
+            )  # fmt: skip
 
 
-def growth(threads: int, rounds: int) -> Iterator[list[Measurement]]:
+def growth(rounds: int) -> Iterator[list[Measurement]]:
     """Time and memory as the number of tokens, sequences or heads grows; all sizes of one axis in turn."""
     for name, (work, flops) in KINDS.items():
         for axis, sizes in GROWTH.items():
             calls = {str(size): attention_call(size, "gated_delta", work=work) for size in sizes}
-            found = compare(
-                f"growth of {axis}, {name}",
-                calls,
-                threads=threads,
-                rounds=rounds,
-                flops_of={str(size): size.flops(flops) for size in sizes},
-                sample_seconds=SAMPLE_SECONDS,
-            )
+            work_of = {str(size): size.flops(flops) for size in sizes}
+            title = f"growth of {axis}, {name}"
+            found = compare(title, calls, rounds=rounds, flops_of=work_of, sample_seconds=SAMPLE_SECONDS)
             yield [replace(m, memory=_peak_memory(calls[m.contender])) for m in found]
 
 
@@ -223,7 +204,8 @@ def _peak_memory(call: Callable[[], object]) -> float | None:
     return memory.growth()
 
 
-def _on_one_thread(call: Callable[[], object], threads: int) -> None:
+def _on_one_thread(call: Callable[[], object]) -> None:
+    threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
         call()
@@ -286,7 +268,7 @@ def attention_call(
     return _with_gradients(call, tensors.present()) if work == "training" else call
 
 
-def kernel_call(size: Size, work: Work, threads: int) -> Callable[[], object]:
+def kernel_call(size: Size, work: Work) -> Callable[[], object]:
     """The kernels of the gated delta rule without autograd, on outputs that are allocated once."""
     q, k, v, beta, log_gate = inputs(size, "gated_delta")
     o, final_state = torch.empty_like(v), torch.empty(size.batch, size.heads, size.width, size.width)
@@ -295,6 +277,7 @@ def kernel_call(size: Size, work: Work, threads: int) -> Callable[[], object]:
     arguments = (q, k, v, None, None, None, log_gate, beta, None, None)
     grads = [None if x is None else torch.empty_like(x) for x in arguments[:9]]
     settings = (kernels.rule_codes["gated_delta"], "", size.width**-0.5)
+    threads = torch.get_num_threads()
 
     def call() -> None:
         kernels.forward(*arguments, o, final_state, saved, *settings, False, False, threads)
@@ -345,9 +328,9 @@ def _with_gradients(forward: Callable[[], Any], leaves: Sequence[Tensor]) -> Cal
     return call
 
 
-def _against_sgemm(work: str, calls: Calls, threads: int, rounds: int, useful_flops: float) -> list[Measurement]:
+def _against_sgemm(work: str, calls: Calls, rounds: int, useful_flops: float) -> list[Measurement]:
     product, flops_of = sgemm(SGEMM_SIZE)
     return compare(
-        work, {**calls, **product}, threads=threads, rounds=rounds, useful_flops=useful_flops, flops_of=flops_of,
+        work, {**calls, **product}, rounds=rounds, useful_flops=useful_flops, flops_of=flops_of,
         sample_seconds=SAMPLE_SECONDS,
     )  # fmt: skip

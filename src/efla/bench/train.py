@@ -43,7 +43,7 @@ ARMS = {
 }
 
 
-def step(threads: int, rounds: int) -> Iterator[list[Measurement]]:
+def step(rounds: int) -> Iterator[list[Measurement]]:
     """One AdamW step on 8 rows of 512 bytes: our arms, one of them on plain torch, transformers models, and sgemm."""
     torch.manual_seed(0)
     models: dict[str, Any] = {
@@ -61,14 +61,14 @@ def step(threads: int, rounds: int) -> Iterator[list[Measurement]]:
         for name, arm in ARMS.items()
     }
     work = f"training step, {ROWS} rows of {LENGTH} bytes (parameters: {parameter_counts(models)})"
-    measured = compare(work, {**calls, **product}, threads=threads, rounds=rounds, flops_of=flops)
+    measured = compare(work, {**calls, **product}, rounds=rounds, flops_of=flops)
     for m in measured:
         if m.contender != "sgemm":
             print(f"{m.contender}: {ROWS * LENGTH / m.median:,.0f} tokens/s")
     yield measured
 
 
-def surroundings(threads: int, rounds: int) -> Iterator[list[Measurement]]:
+def surroundings(rounds: int) -> Iterator[list[Measurement]]:
     """Forward and backward alone, with clipping and AdamW, and in the training loop with data, metrics and display."""
     config = recipes.get(f"exact-flow-{PROFILE}")
     config = TrainConfig(
@@ -86,13 +86,13 @@ def surroundings(threads: int, rounds: int) -> Iterator[list[Measurement]]:
             "the whole loop": _loop_call(config, Path(folder)),
         }
         work = f"{LOOP_STEPS} training steps, {ROWS} rows of {LENGTH} bytes"
-        measured = compare(work, calls, threads=threads, rounds=rounds)
+        measured = compare(work, calls, rounds=rounds)
     _, stepping, whole = measured
     print(f"share of the loop outside forward, backward and optimizer: {1 - stepping.median / whole.median:.1%}")
     yield measured
 
 
-def preparing(threads: int, rounds: int) -> Iterator[list[Measurement]]:
+def preparing(rounds: int) -> Iterator[list[Measurement]]:
     """JSON lines to byte shards, in one process."""
     texts = corpora.load("python-docs").train.tobytes().decode(errors="replace").split("\0")[1:]
     with tempfile.TemporaryDirectory() as folder:

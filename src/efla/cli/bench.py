@@ -74,7 +74,7 @@ def bench(
     groups: list[list[Measurement]] = []
     with redirect_stdout(sys.stderr if json else sys.stdout):  # what a suite prints is not JSON
         for name in suite or suites:
-            for group in suites[name](threads, rounds):
+            for group in suites[name](rounds):
                 groups.append(group)
                 if verbose and not json:
                     console.print(comparison_table(group))

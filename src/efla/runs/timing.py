@@ -79,8 +79,8 @@ def compare(
     work: str,
     calls: Calls,
     *,
-    threads: int,
     rounds: int,
+    threads: int | None = None,
     repeats: int = 1,
     useful_flops: float | None = None,
     flops_of: dict[str, float] | None = None,
@@ -89,9 +89,11 @@ def compare(
 ) -> list[Measurement]:
     """Time all contenders for ``rounds`` rounds in turn, in reverse order every other round, after an unmeasured round.
 
-    Gradients are disabled; a contender that needs them enables them. sample_seconds: minimum duration of a sample.
+    Gradients are disabled; a contender that needs them enables them. threads: what they use, default torch's number.
+    sample_seconds: minimum duration of a sample.
     Shorter work is repeated, so that the caches left by the previous contender do not matter.
     """
+    threads = torch.get_num_threads() if threads is None else threads
     samples = samples_in_turn(calls, rounds, repeats=repeats, sample_seconds=sample_seconds, alternate=True)
     measurements = []
     for name, times in samples.items():

@@ -25,7 +25,7 @@ _EVALUATION = 0.3
 TASKS = ("in-context-recall", "selective-copying", "compression", "memorization")
 
 
-def step(threads: int, rounds: int) -> Iterator[list[Measurement]]:
+def step(rounds: int) -> Iterator[list[Measurement]]:
     """Forward, backward and AdamW of the full profile's model (d = 128, 4 heads) on baseline settings, batch 32.
 
     Useful work is the matrix products outside the scan, the same for each backend; sgemm's rate is their upper bound.
@@ -41,7 +41,7 @@ def step(threads: int, rounds: int) -> Iterator[list[Measurement]]:
         flops = _matrix_flops(steps["native"])
         work = f"MAD training step, {task}, d{config.width} L{setting.seq_len} B{BATCH}, exact-flow"
         calls = {**kernel_contenders(steps), **product}
-        measured = compare(work, calls, threads=threads, rounds=rounds, useful_flops=flops, flops_of=flops_of)
+        measured = compare(work, calls, rounds=rounds, useful_flops=flops, flops_of=flops_of)
         chunked, multiplied = measured[1], measured[-1]
         least = flops / flops_of["sgemm"] * multiplied.median
         print(
@@ -51,11 +51,11 @@ def step(threads: int, rounds: int) -> Iterator[list[Measurement]]:
         yield measured
 
 
-def scan(threads: int, rounds: int) -> Iterator[list[Measurement]]:
+def scan(rounds: int) -> Iterator[list[Measurement]]:
     """The scan of one such layer alone, forward and backward."""
     calls = {backend: scan_call(backend) for backend in ("native", "chunked")}
     work = f"its scan alone, forward and backward, B{BATCH} T127 H4 K32"
-    yield compare(work, calls, threads=threads, rounds=rounds)
+    yield compare(work, calls, rounds=rounds)
 
 
 SUITES: dict[str, Suite] = {"step": step, "scan": scan}

