@@ -99,9 +99,11 @@ class EflaConfig(PreTrainedConfig):
         self.mixers = self._resolve_mixers()
         self.layer_types = ["full_attention" if mixer == "softmax" else "linear_attention" for mixer in self.mixers]
         if "softmax" in self.mixers:
-            self._check_softmax()
+            self._resolve_heads("num_attention_heads", "num_key_value_heads", "attention_head_dim")
         if any(mixer not in ("softmax", "mamba2") for mixer in self.mixers):
-            self._check_linear()
+            self._resolve_heads("num_heads", "num_key_heads", "head_dim")
+            if self.value_head_dim is None:
+                self.value_head_dim = self.head_dim
         check_names("convolution initialisation (conv_init)", [self.conv_init], ["default", "normal"])
         check_names("gate", [self.gate], GATES)
         if self.conv_size == 1 or self.conv_size < 0:
@@ -130,34 +132,21 @@ class EflaConfig(PreTrainedConfig):
         repeated = list(pattern) * (self.num_hidden_layers // len(pattern))
         return [self.rule if mixer == "linear" else mixer for mixer in repeated]
 
-    def _check_linear(self) -> None:
-        if self.head_dim is None:
-            self.head_dim = self._width_per_head("num_heads", "head_dim")
-        if self.value_head_dim is None:
-            self.value_head_dim = self.head_dim
-        if self.num_heads % (self.num_key_heads or 1):
+    def _resolve_heads(self, heads: str, key_heads: str, width: str) -> None:
+        """Give the heads an equal share of the hidden size by default, and check that they share the key heads equally."""
+        num_heads, num_key_heads = getattr(self, heads), getattr(self, key_heads)
+        if getattr(self, width) is None:
+            if self.hidden_size % num_heads:
+                raise ValueError(
+                    f"hidden_size {self.hidden_size} does not divide into {heads} = {num_heads} heads; "
+                    f"choose another number of heads or give {width}"
+                )
+            setattr(self, width, self.hidden_size // num_heads)
+        if num_heads % num_key_heads:
             raise ValueError(
-                f"num_heads = {self.num_heads} is not a multiple of num_key_heads = {self.num_key_heads}; "
-                "each key head serves the same number of value heads"
+                f"{heads} = {num_heads} is not a multiple of {key_heads} = {num_key_heads}; "
+                "each key head serves the same number of heads"
             )
-
-    def _check_softmax(self) -> None:
-        if self.attention_head_dim is None:
-            self.attention_head_dim = self._width_per_head("num_attention_heads", "attention_head_dim")
-        if self.num_attention_heads % (self.num_key_value_heads or 1):
-            raise ValueError(
-                f"num_attention_heads = {self.num_attention_heads} is not a multiple of num_key_value_heads = "
-                f"{self.num_key_value_heads}"
-            )
-
-    def _width_per_head(self, heads: str, width: str) -> int:
-        num_heads: int = getattr(self, heads)
-        if self.hidden_size % num_heads:
-            raise ValueError(
-                f"hidden_size {self.hidden_size} does not divide into {heads} = {num_heads} heads; "
-                f"choose another number of heads or give {width}"
-            )
-        return self.hidden_size // num_heads
 
 
 def _reject_misspelt(kwargs: dict[str, Any], config: EflaConfig) -> None:
