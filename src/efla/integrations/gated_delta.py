@@ -1,5 +1,8 @@
 """The functions and layers of transformers' gated-delta-rule models on efla's kernels; :mod:`efla.integrations.transformers`
-puts them in their place."""
+puts them in their place.
+
+Functions and forwards have the signatures of transformers' own. Those that return ``None`` for what the kernels do not take are
+called by :func:`or_original`."""
 
 from __future__ import annotations
 
@@ -26,11 +29,18 @@ def runs_here(x: Tensor) -> bool:
     return x.device.type == "cpu" and not torch.compiler.is_exporting()
 
 
-# Functions, with the signatures of transformers' own behind ``original``, which takes what does not run here.
+def or_original(function: Callable[..., Any], original: Callable[..., Any]) -> Callable[..., Any]:
+    """The function, and with the same arguments the original where that returns ``None``."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        result = function(*args, **kwargs)
+        return original(*args, **kwargs) if result is None else result
+
+    call.__efla_kernel__ = function  # type: ignore[attr-defined]
+    return call
 
 
 def chunk_gated_delta_rule(
-    original: Callable[..., Any],
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -41,10 +51,9 @@ def chunk_gated_delta_rule(
     output_final_state: bool = False,
     use_qk_l2norm_in_kernel: bool = False,
     **kwargs: Any,
-) -> tuple[Tensor, Tensor | None]:
+) -> tuple[Tensor, Tensor | None] | None:
     if not runs_here(query):
-        kwargs |= {"initial_state": initial_state, "output_final_state": output_final_state, "chunk_size": chunk_size}
-        return original(query, key, value, g, beta, use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel, **kwargs)  # type: ignore[no-any-return]
+        return None
     inputs, shape, cu_seqlens = (query, key, value, beta, g), value.shape, kwargs.get("cu_seqlens")
     if cu_seqlens is not None:
         if output_final_state or initial_state is not None:
@@ -64,7 +73,6 @@ def chunk_gated_delta_rule(
 
 
 def fused_recurrent_gated_delta_rule(
-    original: Callable[..., Any],
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -74,50 +82,45 @@ def fused_recurrent_gated_delta_rule(
     output_final_state: bool = False,
     use_qk_l2norm_in_kernel: bool = False,
     **kwargs: Any,
-) -> tuple[Tensor, Tensor | None]:
-    def without_chunks(*args: Any, chunk_size: int, **kwargs: Any) -> Any:
-        return original(*args, **kwargs)
-
-    kwargs |= {"initial_state": initial_state, "output_final_state": output_final_state}
-    kwargs["use_qk_l2norm_in_kernel"] = use_qk_l2norm_in_kernel
-    return chunk_gated_delta_rule(without_chunks, query, key, value, g, beta, **kwargs)
+) -> tuple[Tensor, Tensor | None] | None:
+    options = 64, initial_state, output_final_state, use_qk_l2norm_in_kernel
+    return chunk_gated_delta_rule(query, key, value, g, beta, *options, **kwargs)
 
 
 def causal_conv1d_fn(
-    original: Callable[..., Any],
     hidden_states: Tensor,
     weight: Tensor,
     bias: Tensor | None = None,
     activation: str | None = None,
     **kwargs: Any,
-) -> Tensor:
+) -> Tensor | None:
     """[B, C, T], which is a view of [B, T, C]; no window crosses a boundary in ``cu_seq_lens_q``."""
+    if not runs_here(hidden_states):
+        return None
     cu_seqlens = kwargs.get("cu_seq_lens_q")
-    if runs_here(hidden_states):
-        x = hidden_states.to(weight.dtype).transpose(1, 2)
-        is_silu = activation in ("silu", "swish")
-        arguments = x if cu_seqlens is None else x.flatten(0, 1)[None], weight, bias, None, cu_seqlens, is_silu
-        y = rows.causal_conv(*arguments)
-        if y is None and cu_seqlens is not None:
-            y = rows.torch_conv(*arguments)
-        if y is not None:
-            if activation is not None and not is_silu:
-                y = ACT2FN[activation](y)
-            return y.view(x.shape).transpose(1, 2).to(hidden_states.dtype)
-    return original(hidden_states, weight, bias, activation=activation, **kwargs)  # type: ignore[no-any-return]
+    x = hidden_states.to(weight.dtype).transpose(1, 2)
+    is_silu = activation in ("silu", "swish")
+    arguments = x if cu_seqlens is None else x.flatten(0, 1)[None], weight, bias, None, cu_seqlens, is_silu
+    y = rows.causal_conv(*arguments)
+    if y is None and cu_seqlens is not None:
+        y = rows.torch_conv(*arguments)
+    if y is None:
+        return None
+    if activation is not None and not is_silu:
+        y = ACT2FN[activation](y)
+    return y.view(x.shape).transpose(1, 2).to(hidden_states.dtype)
 
 
 def causal_conv1d_update(
-    original: Callable[..., Any],
     hidden_states: Tensor,
     conv_state: Tensor,
     weight: Tensor,
     bias: Tensor | None = None,
     activation: str | None = None,
-) -> Tensor:
+) -> Tensor | None:
     """One token: [B, C, 1]. conv_state [B, C, W] takes it in place of the oldest."""
     if not runs_here(hidden_states) or hidden_states.shape[2] != 1 or conv_state.shape[2] != weight.shape[1]:
-        return original(hidden_states, conv_state, weight, bias, activation)  # type: ignore[no-any-return]
+        return None
     window = torch.cat([conv_state[..., 1:], hidden_states], dim=-1)
     conv_state.copy_(window)
     wide = rows.wider(weight)
@@ -133,7 +136,7 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     "causal_conv1d_update": causal_conv1d_update,
 }
 
-# Forwards of layers, with transformers' parameters on ``self``.
+# Forwards of layers, with transformers' parameters on ``self``, for tensors on a CPU.
 
 
 def rms_norm(self: Any, hidden_states: Tensor) -> Tensor:
@@ -168,43 +171,17 @@ def runs(module: nn.Module, kernel: Callable[..., Any]) -> bool:
     return getattr(type(module).forward, "__efla_kernel__", None) is kernel and is_plain(module, type(module))
 
 
-def with_decoding(original: Callable[..., Any]) -> Callable[..., Any]:
-    """A token after a cached state by one kernel between the products; everything else by the original."""
-
-    def forward(
-        self: Any, hidden_states: Tensor, cache_params: Any = None, attention_mask: Tensor | None = None, **kwargs: Any
-    ) -> Any:
-        if hidden_states.shape[1] == 1 and cache_params is not None and attention_mask is None:
-            y = _decode(self, hidden_states, cache_params) if kwargs.get("cu_seq_lens_q") is None else None
-            if y is not None:
-                return y
-        return original(self, hidden_states, cache_params=cache_params, attention_mask=attention_mask, **kwargs)
-
-    forward.__efla_kernel__ = with_decoding  # type: ignore[attr-defined]
-    return forward
-
-
-def with_layer_decoding(original: Callable[..., Any]) -> Callable[..., Any]:
-    """A token after a cached state by one kernel for the whole layer; everything else by the original."""
-
-    def forward(self: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-        cache = kwargs.get("past_key_values")
-        is_masked = any(kwargs.get(name) is not None for name in ("attention_mask", "cu_seq_lens_q"))
-        if hidden_states.shape[1] == 1 and cache is not None and not is_masked and "linear_attn" in self._modules:
-            y = _decode_layer(self, hidden_states, cache)
-            if y is not None:
-                return y
-        return original(self, hidden_states, *args, **kwargs)
-
-    return forward
-
-
 _INPUTS = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
 
 
-def _decode(self: Any, x: Tensor, cache: Any) -> Tensor | None:
-    """The output [B, 1, d] of a mixer with Qwen3.5's parameters; ``None`` where the kernels do not apply."""
-    step = _decoding_step(self, x, cache)
+def decode(
+    self: Any, hidden_states: Tensor, cache_params: Any = None, attention_mask: Tensor | None = None, **kwargs: Any
+) -> Tensor | None:
+    """A token after a cached state through a mixer with Qwen3.5's parameters, by one kernel between the products."""
+    x, is_packed = hidden_states, kwargs.get("cu_seq_lens_q") is not None
+    if x.shape[1] != 1 or cache_params is None or attention_mask is not None or is_packed:
+        return None
+    step = _decoding_step(self, x, cache_params)
     weights = None if step is None else plain_weights([self._modules[name] for name in _INPUTS], x.dtype)
     projected = None if weights is None else rows.products(x, cast(list[Tensor], weights))
     if step is None or projected is None:
@@ -216,15 +193,19 @@ def _decode(self: Any, x: Tensor, cache: Any) -> Tensor | None:
     return apply_linear(y, self.out_proj) if done else None
 
 
-def _decode_layer(self: Any, x: Tensor, cache: Any) -> Tensor | None:
-    """The output [B, 1, d] of a layer of Qwen3.5 with both residuals; ``None`` where the kernel does not apply.
+def decode_layer(self: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor | None:
+    """A token after a cached state through a layer of Qwen3.5 with both residuals, by one kernel.
 
     It reads the modules and their parameters at each call, so it sees them as they are.
     """
+    x, cache = hidden_states, kwargs.get("past_key_values")
+    is_masked = any(kwargs.get(name) is not None for name in ("attention_mask", "cu_seq_lens_q"))
+    if x.shape[1] != 1 or cache is None or is_masked or "linear_attn" not in self._modules:
+        return None
     mixer, mlp = self.linear_attn, self.mlp
     norms = self.input_layernorm, self.post_attention_layernorm
     if (
-        not (runs(mixer, with_decoding) and runs(mlp, swiglu_mlp) and _is_silu(mlp.act_fn))
+        not (runs(mixer, decode) and runs(mlp, swiglu_mlp) and _is_silu(mlp.act_fn))
         or not all(runs(norm, rms_norm_zero_centered) for norm in norms)
         or x.shape[0] > rows.MAX_PRODUCT_ROWS
     ):

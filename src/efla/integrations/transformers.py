@@ -32,14 +32,15 @@ from torch import Tensor, nn
 
 from efla.integrations.gated_delta import (
     FUNCTIONS,
+    decode,
+    decode_layer,
     linear,
+    or_original,
     rms_norm,
     rms_norm_gated,
     rms_norm_zero_centered,
     runs_here,
     swiglu_mlp,
-    with_decoding,
-    with_layer_decoding,
 )
 from efla.models.compat import OLDER_GATED_DELTA_NET
 from efla.models.inputs import boundaries_of_positions, boundaries_of_starts, find_packing, positions_of_packed
@@ -156,9 +157,12 @@ def _as_forward(function: Callable[..., Any]) -> Callable[..., Any]:
     """The forward of a module that stands for a function; the original is the forward of the module's class."""
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        return function(functools.partial(type(self).forward, self), *args, **kwargs)
+        return or_original(function, functools.partial(type(self).forward, self))(*args, **kwargs)
 
-    forward.__signature__ = inspect.signature(function)  # type: ignore[attr-defined]
+    own = inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    signature = inspect.signature(function)
+    parameters = [own, *signature.parameters.values()]
+    forward.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
     return forward
 
 
@@ -167,14 +171,14 @@ def _replacements() -> list[tuple[ModuleType | type, str, Callable[[Callable[...
     """What :func:`accelerate_cpu` replaces: the owner, the name, and what makes the new function of the original."""
     found: list[tuple[ModuleType | type, str, Callable[[Callable[..., Any]], Callable[..., Any]]]] = []
     for module in _gated_delta_modules():
-        found += [(module, name, functools.partial(_call_with_original, f)) for name, f in FUNCTIONS.items()]
+        found += [(module, name, functools.partial(or_original, f)) for name, f in FUNCTIONS.items()]
         for owner in [value for value in vars(module).values() if inspect.isclass(value)]:
             if method := _LAYERS.get(_names_used(owner)):
                 found.append((owner, "forward", functools.partial(_call_on_cpu, method)))
             elif {"in_proj_qkv", "causal_conv1d_update"} <= _names_used(owner) <= _GATED_DELTA_NET:
-                found.append((owner, "forward", with_decoding))
+                found.append((owner, "forward", functools.partial(or_original, decode)))
             elif _names_used(owner) == _DECODER_LAYER:
-                found.append((owner, "forward", with_layer_decoding))
+                found.append((owner, "forward", functools.partial(or_original, decode_layer)))
         found += [(model, "forward", _with_packing) for model in _text_models(module)]
     return found
 
@@ -201,10 +205,6 @@ def _text_models(module: ModuleType) -> list[type]:
         if "create_recurrent_attention_mask" in inspect.unwrap(forward).__code__.co_names:
             found.append(value)
     return found
-
-
-def _call_with_original(function: Callable[..., Any], original: Callable[..., Any]) -> Callable[..., Any]:
-    return lambda *args, **kwargs: function(original, *args, **kwargs)
 
 
 def _call_on_cpu(method: Callable[..., Any], original: Callable[..., Any]) -> Callable[..., Any]:
