@@ -46,14 +46,11 @@ class Graph:
         self.states: list[dict[str, Any]] = []
         self._constants: dict[tuple[Any, ...], str] = {}
 
-    def add(self, operator: str, *inputs: str, domain: str = "", **attributes: Any) -> str:
-        return self.add_many(operator, 1, *inputs, domain=domain, **attributes)[0]
-
-    def add_many(self, operator: str, count: int, *inputs: str, domain: str = "", **attributes: Any) -> list[str]:
+    def add(self, operator: str, *inputs: str, others: Sequence[str] = (), domain: str = "", **attributes: Any) -> str:
+        """others: the names of the node's outputs after the first."""
         name = f"{operator}_{len(self.nodes)}"
-        outputs = [name if i == 0 else f"{name}.{i}" for i in range(count)]
-        self.nodes.append(helper.make_node(operator, inputs, outputs, name, domain=domain, **attributes))
-        return outputs
+        self.nodes.append(helper.make_node(operator, inputs, [name, *others], name, domain=domain, **attributes))
+        return name
 
     def weight(self, value: Tensor | NDArray[Any]) -> str:
         """A stored array; tensors become float32."""
@@ -79,7 +76,8 @@ class Graph:
         return self.add("Reshape", x, self.constant(shape))
 
     def split(self, x: str, sizes: Sequence[int], axis: int = -1) -> list[str]:
-        return self.add_many("Split", len(sizes), x, self.constant(sizes), axis=axis)
+        others = [f"Split_{len(self.nodes)}.{i}" for i in range(1, len(sizes))]
+        return [self.add("Split", x, self.constant(sizes), others=others, axis=axis), *others]
 
     def silu(self, x: str) -> str:
         return self.add("Mul", x, self.add("Sigmoid", x))
@@ -103,8 +101,7 @@ class Graph:
                 K=matrix.shape[1], N=matrix.shape[0], bits=self.bits, block_size=_BLOCK, accuracy_level=4,
             )  # fmt: skip
         if any(module.bias is not None for module in plain):
-            zeros = [module.weight.new_zeros(module.weight.shape[0]) for module in plain]
-            biases: list[Tensor] = [zero if m.bias is None else m.bias for m, zero in zip(plain, zeros, strict=True)]
+            biases: list[Tensor] = [m.weight.new_zeros(m.out_features) if m.bias is None else m.bias for m in plain]
             y = self.add("Add", y, self.weight(torch.cat(biases)))
         return y
 
@@ -206,10 +203,10 @@ def _swiglu(g: Graph, x: str, layer: SwiGLU) -> str:
 def _convolution(g: Graph, x: str, weight: Tensor, bias: Tensor | None, index: int) -> str:
     """silu(conv(x)) of x [B, T, D], with the state [B, D, W - 1]."""
     channels, _, width = weight.shape
-    past = g.state(f"past_conv.{index}", f"present_conv.{index}", ["batch", channels, width - 1])
+    present = f"present_conv.{index}"
+    past = g.state(f"past_conv.{index}", present, ["batch", channels, width - 1])
     inputs = [g.add("Transpose", x, perm=[0, 2, 1]), g.weight(weight), "" if bias is None else g.weight(bias), past]
-    y, _ = g.add_many("CausalConvWithState", 2, *inputs, domain=DOMAIN, activation="silu")
-    g.nodes[-1].output[1] = f"present_conv.{index}"
+    y = g.add("CausalConvWithState", *inputs, others=[present], domain=DOMAIN, activation="silu")
     return g.add("Transpose", y, perm=[0, 2, 1])
 
 
@@ -221,26 +218,17 @@ def _scan(
     S_t = e^decay S + beta k (v - e^decay S^T k)^T,  or without beta  e^decay S + k v^T;      o_t = scale S_t^T q_t
     """
     heads, key, value = shape
-    past = g.state(f"past_recurrent.{index}", f"present_recurrent.{index}", ["batch", *shape])
-    kind = {(0, 0): "linear", (1, 0): "gated", (0, 1): "delta", (1, 1): "gated_delta"}[
-        decay is not None, beta is not None
-    ]
+    present = f"present_recurrent.{index}"
+    past = g.state(f"past_recurrent.{index}", present, ["batch", *shape])
+    kinds = {(False, False): "linear", (True, False): "gated", (False, True): "delta", (True, True): "gated_delta"}
     q, k = (g.reshape(x, 0, 0, heads * key) for x in (q, k))
     inputs = [q, k, g.reshape(v, 0, 0, heads * value), past, decay or "", beta or ""]
     while not inputs[-1]:
         inputs.pop()
-    o, _ = g.add_many(
-        "LinearAttention",
-        2,
-        *inputs,
-        domain=DOMAIN,
-        q_num_heads=heads,
-        kv_num_heads=heads,
-        update_rule=kind,
-        scale=scale,
-    )
-    g.nodes[-1].output[1] = f"present_recurrent.{index}"
-    return o
+    return g.add(
+        "LinearAttention", *inputs, others=[present], domain=DOMAIN, q_num_heads=heads, kv_num_heads=heads,
+        update_rule=kinds[decay is not None, beta is not None], scale=scale,
+    )  # fmt: skip
 
 
 def _repeat_heads(g: Graph, x: str, num_groups: int, num_heads: int) -> str:
@@ -347,8 +335,8 @@ def _softmax_attention(g: Graph, x: str, layer: SoftmaxAttention, index: int) ->
     qk = g.reshape(g.linear(x, layer.q_proj, layer.k_proj), 0, 0, H + Hk, D)
     q, k = g.split(_rotate(g, g.add("Transpose", qk, perm=[0, 2, 1, 3]), positions, layer), [H, Hk], axis=1)
     v = g.add("Transpose", g.reshape(g.linear(x, layer.v_proj), 0, 0, Hk, D), perm=[0, 2, 1, 3])
-    o = g.add_many("Attention", 3, q, k, v, mask, key, value, scale=layer.scaling)[0]
-    g.nodes[-1].output[1:] = [f"{present}.key", f"{present}.value"]
+    others = [f"{present}.key", f"{present}.value"]
+    o = g.add("Attention", q, k, v, mask, key, value, others=others, scale=layer.scaling)
     return g.linear(g.reshape(g.add("Transpose", o, perm=[0, 2, 1, 3]), 0, 0, H * D), layer.o_proj)
 
 
