@@ -20,7 +20,7 @@ def parameter_count(model: nn.Module) -> int:
 
 def count_parameters(config: EflaConfig) -> int:
     """Number of distinct parameters."""
-    return parameter_count(_without_memory(config))
+    return parameter_count(on_meta_device(config))
 
 
 def state_bytes(config: EflaConfig, dtype: torch.dtype = torch.float32) -> int:
@@ -51,7 +51,7 @@ def flops_per_token(config: EflaConfig, context: int = 0) -> int:
     2 per weight of every linear map (the head included, the embedding not), 2 per weight of a convolution, 6 K V per
     head for the scan, 4 D per head and earlier token for softmax attention.
     """
-    maps = [m for m in _without_memory(config).modules() if isinstance(m, (nn.Linear, ShortConvolution))]
+    maps = [m for m in on_meta_device(config).modules() if isinstance(m, (nn.Linear, ShortConvolution))]
     total = 2 * sum(m.weight.numel() for m in maps)
     for mixer in cast(list[str], config.mixers):
         if mixer == "softmax":
@@ -61,8 +61,8 @@ def flops_per_token(config: EflaConfig, context: int = 0) -> int:
     return total
 
 
-def _without_memory(config: EflaConfig) -> nn.Module:
-    """The model on the meta device."""
+def on_meta_device(config: EflaConfig) -> nn.Module:
+    """The language model of a configuration, without memory for its parameters."""
     from efla.models.modeling_efla import EflaForCausalLM
 
     with torch.device("meta"):

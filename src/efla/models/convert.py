@@ -15,6 +15,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from efla.errors import unknown_name
+from efla.models.accounting import on_meta_device
 from efla.models.configuration_efla import EflaConfig
 from efla.models.saving import add_auto_map, check_loading_info
 
@@ -287,11 +288,8 @@ def convert_folder(source: str | Path, target: str | Path) -> dict[str, Any]:
 
 
 def _check(config: EflaConfig, shapes: dict[str, torch.Size], source: Path) -> None:
-    """Raise unless the tensors fit the model of the configuration, which is built on the meta device."""
-    from efla.models.modeling_efla import EflaForCausalLM
-
-    with torch.device("meta"):
-        expected = {name: p.shape for name, p in EflaForCausalLM(config).state_dict().items()}
+    """Raise unless the tensors fit the model of the configuration."""
+    expected = {name: p.shape for name, p in on_meta_device(config).state_dict().items()}
     if config.tie_word_embeddings:
         expected.pop("lm_head.weight", None)
         shapes = {name: shape for name, shape in shapes.items() if name != "lm_head.weight"}
