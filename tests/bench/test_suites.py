@@ -62,7 +62,7 @@ SMALL = {
         models,
         {
             **{"PREFILL_LENGTH": 16, "CONTEXTS": (20, 40), "HIDDEN": 64, "MLP": 96},
-            **{"SIZES": {"efla 4x64": None}, "PROMPT": 16, "TOKENS": 2, "CONTEXT": 20},
+            **{"SIZES": ("efla 4x64",), "PROMPT": 16, "TOKENS": 2, "CONTEXT": 20},
             "SUITES": {
                 **{name: run for name, run in models.SUITES.items() if "wide" not in name},  # as the others, but wide
                 "qwen": qwen.suite(64, 4, torch.float32),

@@ -24,15 +24,8 @@ HIDDEN, LAYERS, HEADS, MLP, VOCABULARY = 512, 4, 4, 1536, 1024
 PREFILL_LENGTH = 2048
 CONTEXTS = (1_000, 100_000)
 TOKENS, CONTEXT = 64, 10_000  # of the suites rewind and loading
-# Sizes that are compared with their own matrix products: name -> preset, or none for ``efla_model`` of the rule named first.
-SIZES = {
-    "efla-tiny": "efla-tiny",
-    "gated-efla-tiny": "gated-efla-tiny",
-    "efla 4x512": None,
-    "gated_efla 4x512": None,
-    "efla-340m": "efla-340m",
-    "gated-efla-340m": "gated-efla-340m",
-}
+# Models that are compared with their own matrix products: presets, and ``efla_model`` of the rule named first.
+SIZES = ("efla-tiny", "gated-efla-tiny", "efla 4x512", "gated_efla 4x512", "efla-340m", "gated-efla-340m")
 BATCHES = (1, 8)
 PROMPT = 512
 MODEL, ONNX = "model", "ONNX Runtime"
@@ -164,9 +157,10 @@ def _onnx_runner(model: Any) -> Any:
 
 def _sized_models() -> Iterator[tuple[str, Any]]:
     """Randomly initialised models of ``SIZES``, one after another."""
-    for size, preset in SIZES.items():
+    for size in SIZES:
         torch.manual_seed(0)
-        yield size, efla.EflaForCausalLM(efla.presets.get(preset)).eval() if preset else efla_model(size.split()[0])
+        is_preset = size in efla.presets.names()
+        yield size, efla.EflaForCausalLM(efla.presets.get(size)).eval() if is_preset else efla_model(size.split()[0])
 
 
 def rewind(rounds: int) -> Iterator[list[Measurement]]:
