@@ -77,7 +77,8 @@ SMALL = {
     "train": Small(
         train,
         {"LENGTH": 16, "ROWS": 2, "PROFILE": "quick", "SGEMM_SIZE": 16, "LOOP_STEPS": 2, "PREPARE_MEGABYTES": 0.5},
-        {*train.ARMS, "sgemm", "forward and backward", "with clipping and AdamW", "the whole loop", "prepare"},
+        {"efla", "efla on chunked", "gated delta", "transformers Qwen3.5 (gated delta)", "transformers Llama (softmax)"}
+        | {"sgemm", "forward and backward", "with clipping and AdamW", "the whole loop", "prepare"},
         ("efla: ", "tokens/s", "share of the loop outside forward, backward and optimizer", "MB/s in one process"),
     ),
     "smnist": Small(

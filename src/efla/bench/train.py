@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from efla import EflaForCausalLM
+from efla import EflaConfig, EflaForCausalLM
 from efla.bench import Suite, random_tokens, sgemm
 from efla.bench.models import llama_model, parameter_counts
 from efla.bench.qwen import qwen_model
@@ -32,34 +32,24 @@ LOOP_STEPS = 8
 PREPARE_MEGABYTES = 32
 
 
-# Contender -> the arm whose size and flops it has. Useful work is three forward passes, whose scan counts 6 K V flops per
-# token and head; a softmax model has a count of its own.
-ARMS = {
-    "efla": "exact-flow",
-    "efla on chunked": "exact-flow",
-    "gated delta": "gated-delta",
-    "transformers Qwen3.5 (gated delta)": "gated-delta",
-    "transformers Llama (softmax)": "attention",
-}
-
-
 def step(rounds: int) -> Iterator[list[Measurement]]:
     """One AdamW step on 8 rows of 512 bytes: our arms, one of them on plain torch, transformers models, and sgemm."""
     torch.manual_seed(0)
-    models: dict[str, Any] = {
-        "efla": EflaForCausalLM(presets.arm("exact-flow", PROFILE)),
-        "efla on chunked": EflaForCausalLM(presets.arm("exact-flow", PROFILE, backend="chunked")),
-        "gated delta": EflaForCausalLM(presets.arm("gated-delta", PROFILE)),
-        "transformers Qwen3.5 (gated delta)": qwen_model(presets.arm("gated-delta", PROFILE)),
-        "transformers Llama (softmax)": llama_model(presets.arm("attention", PROFILE)),
+    contenders: dict[str, tuple[Callable[[EflaConfig], Any], EflaConfig]] = {
+        "efla": (EflaForCausalLM, presets.arm("exact-flow", PROFILE)),
+        "efla on chunked": (EflaForCausalLM, presets.arm("exact-flow", PROFILE, backend="chunked")),
+        "gated delta": (EflaForCausalLM, presets.arm("gated-delta", PROFILE)),
+        "transformers Qwen3.5 (gated delta)": (qwen_model, presets.arm("gated-delta", PROFILE)),
+        "transformers Llama (softmax)": (llama_model, presets.arm("attention", PROFILE)),
     }
+    models = {name: make(config) for name, (make, config) in contenders.items()}
     rows = random_tokens(256, ROWS, LENGTH)
     calls = {name: _step_call(model, rows) for name, model in models.items()}
     product, flops = sgemm(SGEMM_SIZE)
-    flops |= {
-        name: 3.0 * flops_per_token(presets.arm(arm, PROFILE), LENGTH // 2) * ROWS * LENGTH
-        for name, arm in ARMS.items()
-    }
+    # Useful work is three forward passes, whose scan counts 6 K V flops per token and head; a softmax model has a count of
+    # its own.
+    for name, (_, config) in contenders.items():
+        flops[name] = 3.0 * flops_per_token(config, LENGTH // 2) * ROWS * LENGTH
     work = f"training step, {ROWS} rows of {LENGTH} bytes (parameters: {parameter_counts(models)})"
     measured = compare(work, {**calls, **product}, rounds=rounds, flops_of=flops)
     for m in measured:
