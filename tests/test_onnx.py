@@ -245,9 +245,14 @@ def test_a_state_of_another_shape_or_model_is_refused(runner, paths, tmp_path):
         runner([[1], [2]], state)
     with pytest.raises(ValueError, match="it belongs to another model"):
         runner([[1]], Runner(paths["hybrid"]).new_state())
-    np.savez(tmp_path / "other.npz", x=np.zeros(3))
-    with pytest.raises(ValueError, match=r"has no entry 'num_tokens'; write it with State\.save"):
-        runner.load_state(tmp_path / "other.npz")
+    for other in ({"num_tokens": np.zeros(2)}, {"x": np.zeros(3)}):
+        np.savez(tmp_path / "other.npz", **other)
+        with pytest.raises(ValueError, match=r"has no number 'num_tokens'; write it with State\.save"):
+            runner.load_state(tmp_path / "other.npz")
+    flat = {**runner.new_state().arrays, "past_conv.0": np.float32(0)}
+    np.savez(tmp_path / "flat.npz", num_tokens=1, **flat)
+    with pytest.raises(ValueError, match=r"past_conv\.0 of the state must have shape"):
+        runner.load_state(tmp_path / "flat.npz")
     for content in (b"", b"no state", (tmp_path / "other.npz").read_bytes()[:100]):
         (tmp_path / "broken.npz").write_bytes(content)
         with pytest.raises(ValueError, match=r"is not a state of an exported model \(.*\); write it with State\.save"):

@@ -120,11 +120,11 @@ class Runner:
             raise ValueError(
                 f"{path} is not a state of an exported model ({error}); write it with State.save"
             ) from error
-        if "num_tokens" not in arrays:
-            raise ValueError(f"{path} is not a state: it has no entry 'num_tokens'; write it with State.save")
+        if "num_tokens" not in arrays or arrays["num_tokens"].shape:
+            raise ValueError(f"{path} is not a state: it has no number 'num_tokens'; write it with State.save")
         state = State(arrays, int(arrays.pop("num_tokens")), str(arrays.pop("model", "")))
         first = arrays.get(self.states[0]["input"])
-        self._check_state(state, 1 if first is None else len(first))
+        self._check_state(state, 1 if first is None or not first.shape else len(first))
         return state
 
     def __call__(self, ids: ArrayLike, state: State | None = None) -> tuple[NDArray[np.float32], State]:

@@ -180,6 +180,7 @@ def test_a_checkpoint_whose_tensors_do_not_fit_its_config_is_not_converted(tmp_p
     )
     with pytest.raises(ValueError, match=r"tensors missing: model\.layers\.4"):
         convert_folder(tmp_path / "ours", tmp_path / "fla")
+    assert not (tmp_path / "fla").exists()
 
 
 def test_conversion_never_overwrites(tmp_path):

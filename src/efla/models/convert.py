@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 
 from efla.errors import unknown_name
@@ -257,21 +257,21 @@ def convert_folder(source: str | Path, target: str | Path) -> dict[str, Any]:
     shards = sorted(source.glob("*.safetensors"))
     if not shards:
         raise FileNotFoundError(f"{source} holds no *.safetensors; save the model with save_pretrained first")
-    weight_map: dict[str, str] = {}
     shapes: dict[str, torch.Size] = {}
-    target.mkdir(parents=True, exist_ok=True)
     for shard in shards:
         try:
-            tensors = load_file(shard)
+            with safe_open(shard, framework="pt") as file:
+                shapes |= {key: torch.Size(file.get_slice(key).get_shape()) for key in file.keys()}  # noqa: SIM118
         except SafetensorError as error:
             raise ValueError(f"{shard} is damaged ({error}); copy or download it again") from error
-        out = {rename(key, kind, to_fla): value for key, value in tensors.items()}
-        ours = tensors if to_fla else out
-        shapes.update({key: value.shape for key, value in ours.items()})
-        save_file(out, target / shard.name, metadata={"format": "pt"})
-        weight_map |= dict.fromkeys(out, shard.name)
-    _check(config, shapes, source)
+    _check(config, shapes if to_fla else {rename(key, kind, to_fla): shape for key, shape in shapes.items()}, source)
 
+    target.mkdir(parents=True, exist_ok=True)
+    weight_map: dict[str, str] = {}
+    for shard in shards:
+        tensors = {rename(key, kind, to_fla): value for key, value in load_file(shard).items()}
+        save_file(tensors, target / shard.name, metadata={"format": "pt"})
+        weight_map |= dict.fromkeys(tensors, shard.name)
     index = source / _INDEX
     if index.is_file():
         data = {**json.loads(index.read_text()), "weight_map": weight_map}
