@@ -20,6 +20,7 @@ from efla.scans.backends import get_backend
 from efla.scans.request import Backend, ScanGradients, ScanRequest
 
 _NUM_TENSORS = len(ScanGradients._fields)
+_NUM_INPUTS = _NUM_TENSORS + 1  # and cu_seqlens
 _PLAIN = (Tensor, torch.nn.Parameter, type(None))
 
 
@@ -94,31 +95,23 @@ class _Scan(torch.autograd.Function):
             return (None, None, *ctx.backend.backward(request, saved, grad_o, grad_final_state))
 
 
-@torch.library.custom_op("efla::scan", mutates_args=())
-def scan_op(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    log_decay: Tensor | None,
-    erase: Tensor | None,
-    write: Tensor | None,
-    log_gate: Tensor | None,
-    beta: Tensor | None,
-    initial_state: Tensor | None,
-    cu_seqlens: Tensor | None,
-    scale: float,
-    chunk_size: int,
-    rule: str,
-    normalise: str,
-    backend: str,
-    save: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
+# The types of the operators' arguments. The tensors and their order are those of ScanGradients.
+_TENSORS = (
+    "Tensor q, Tensor k, Tensor v, Tensor? log_decay, Tensor? erase, Tensor? write, Tensor? log_gate, Tensor? beta, "
+    "Tensor? initial_state, Tensor? cu_seqlens"
+)
+_SETTINGS = "float scale, SymInt chunk_size, str rule, str normalise, str backend"
+
+
+@torch.library.custom_op(
+    "efla::scan", mutates_args=(), schema=f"({_TENSORS}, {_SETTINGS}, bool save) -> (Tensor, Tensor, Tensor)"
+)
+def scan_op(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
     """(o, final_state, saved) of the recurrence; ``saved`` is empty unless ``save``."""
-    tensors = (q, k, v, log_decay, erase, write, log_gate, beta, initial_state)
-    with without_autocast(k):
-        request = _request(*tensors, cu_seqlens, scale, chunk_size, rule, normalise)
-        o, final_state, saved = get_backend(backend).forward(request, save)
-    return o, final_state, saved
+    *fields, backend, save = arguments
+    request = _request(*fields)
+    with without_autocast(request.k):
+        return get_backend(backend).forward(request, save)
 
 
 @scan_op.register_fake
@@ -136,34 +129,19 @@ def _(*arguments):  # type: ignore[no-untyped-def]
     return request.v.new_empty(request.v.shape), request.new_state(request.num_sequences), saved
 
 
-@torch.library.custom_op("efla::scan_backward", mutates_args=())
-def scan_backward_op(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    log_decay: Tensor | None,
-    erase: Tensor | None,
-    write: Tensor | None,
-    log_gate: Tensor | None,
-    beta: Tensor | None,
-    initial_state: Tensor | None,
-    cu_seqlens: Tensor | None,
-    saved: Tensor,
-    grad_o: Tensor,
-    grad_final_state: Tensor | None,
-    scale: float,
-    chunk_size: int,
-    rule: str,
-    normalise: str,
-    backend: str,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+@torch.library.custom_op(
+    "efla::scan_backward",
+    mutates_args=(),
+    schema=f"({_TENSORS}, Tensor saved, Tensor grad_o, Tensor? grad_final_state, {_SETTINGS})"
+    f" -> ({', '.join(['Tensor'] * _NUM_TENSORS)})",
+)
+def scan_backward_op(*arguments: Any) -> tuple[Tensor, ...]:
     """One gradient per tensor; operators return tensors only, so that of ``None`` is an empty one."""
-    tensors = (q, k, v, log_decay, erase, write, log_gate, beta, initial_state)
-    with without_autocast(k):
-        request = _request(*tensors, cu_seqlens, scale, chunk_size, rule, normalise)
+    inputs, (saved, grad_o, grad_final_state, *settings, backend) = arguments[:_NUM_INPUTS], arguments[_NUM_INPUTS:]
+    request = _request(*inputs, *settings)
+    with without_autocast(request.k):
         grads = get_backend(backend).backward(request, saved, grad_o, grad_final_state)
-    present: Any = tuple(k.new_empty(0) if grad is None else grad for grad in grads)
-    return present
+    return tuple(request.k.new_empty(0) if grad is None else grad for grad in grads)
 
 
 @scan_backward_op.register_fake
@@ -173,8 +151,8 @@ def _(*arguments):  # type: ignore[no-untyped-def]
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
-    ctx.settings = inputs[_NUM_TENSORS + 1 : -1]
-    ctx.save_for_backward(*inputs[: _NUM_TENSORS + 1], output[2])
+    ctx.settings = inputs[_NUM_INPUTS:-1]
+    ctx.save_for_backward(*inputs[:_NUM_INPUTS], output[2])
     ctx.mark_non_differentiable(output[2])
     ctx.set_materialize_grads(False)
 
