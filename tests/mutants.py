@@ -63,7 +63,7 @@ EXCUSED: dict[tuple[str, str], str] = {
     ): CPU,
     (
         "efla.scans.backends.chunked.xǁ_ChunkPlanǁgroups",
-        "if num_active or len(starts) + running > max_chunks:",
+        "if steps or len(starts) + running > max_chunks:",
     ): "groups of any size do",
     (
         "efla.scans.backends.chunked.xǁ_ChunkPlanǁgroups",

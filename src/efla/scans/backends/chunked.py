@@ -23,6 +23,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from efla.scans.keys import widest
 from efla.scans.request import Backend, ScanGradients, ScanRequest, ScanResult, sequence_boundaries
 
 # exp of it is zero in every precision. A log_decay of -inf is raised to it, since -inf - -inf is NaN.
@@ -46,16 +47,16 @@ def _chunk_length(k: Tensor, chunk_size: int) -> int:
 
 def forward(request: ScanRequest, save: bool, in_place: bool = False) -> ScanResult:
     """Run the groups of chunks in order, each from the states of the last."""
-    plan = _plan(request)
+    plan = _ChunkPlan(request)
     o = torch.empty_like(request.v, memory_format=torch.contiguous_format)
-    state = _ordered_state(request, plan, request.initial_state)
+    state = plan.ordered(request.initial_state)
     boundaries = request.new_state(plan.num_chunks() if save else 0)
-    for group in _groups(plan, request):
-        chunks = _Chunks.load(request, group)
+    for group in plan.groups():
+        chunks = _Chunks(request, group)
         updates, weights = chunks.solve()
         written = torch.empty_like(updates)
         before = request.new_state(group.tokens.shape[0])
-        for now in group.steps():
+        for now in group.steps:
             active = state[: now.stop - now.start]
             before[now] = active
             written[now] = updates[now] if weights is None else updates[now] - weights[now] @ active
@@ -66,21 +67,19 @@ def forward(request: ScanRequest, save: bool, in_place: bool = False) -> ScanRes
         chunks.store(o, (request.scale * (chunks.q_from_start @ before + read)).masked_fill_(is_spoiled, torch.nan))
         if save:
             boundaries[group.first_chunk : group.first_chunk + len(before)] = before
-    final = torch.empty_like(state)
-    final[plan.order] = state
-    return ScanResult(o, final, boundaries.flatten())
+    return ScanResult(o, plan.in_given_order(state), boundaries.flatten())
 
 
 def backward(request: ScanRequest, saved: Tensor, grad_o: Tensor, grad_final_state: Tensor | None) -> ScanGradients:
     """Adjoint of :func:`forward`, groups in reverse (docs/explanation/derivations.md, section 6)."""
-    plan = _plan(request)
+    plan = _ChunkPlan(request)
     scanned = request.tensors()[:6]
     buffers = (None if x is None else torch.empty_like(x, memory_format=torch.contiguous_format) for x in scanned)
     grads = ScanGradients(*buffers)  # type: ignore[arg-type]
     states = saved.view(-1, request.num_value_heads, request.k.shape[3], request.v.shape[3])
-    d_state = _ordered_state(request, plan, grad_final_state)
-    for group in reversed(list(_groups(plan, request))):
-        chunks = _Chunks.load(request, group)
+    d_state = plan.ordered(grad_final_state)
+    for group in reversed(list(plan.groups())):
+        chunks = _Chunks(request, group)
         before = states[group.first_chunk : group.first_chunk + group.tokens.shape[0]]
         d_o = request.scale * chunks.gather(grad_o)
         updates, weights = chunks.solve()
@@ -91,7 +90,7 @@ def backward(request: ScanRequest, saved: Tensor, grad_o: Tensor, grad_final_sta
         d_written = attention.mT @ d_o
         d_before = chunks.q_from_start.mT @ d_o
         d_after = torch.empty_like(d_before)
-        for now in reversed(list(group.steps())):
+        for now in reversed(group.steps):
             active = d_state[: now.stop - now.start]
             d_after[now] = active
             d_written[now] += chunks.k_to_end[now] @ active
@@ -131,11 +130,7 @@ def backward(request: ScanRequest, saved: Tensor, grad_o: Tensor, grad_final_sta
         for buffer, grad in zip(grads, found, strict=False):
             if buffer is not None and grad is not None:
                 chunks.store(*(x if x.dim() == 4 else x[..., None] for x in (buffer, grad)))
-    d_initial = None
-    if request.initial_state is not None:
-        d_initial = torch.empty_like(d_state)
-        d_initial[plan.order] = d_state
-    return grads._replace(initial_state=d_initial)
+    return grads._replace(initial_state=None if request.initial_state is None else plan.in_given_order(d_state))
 
 
 def _crossing_sums(passed: Tensor, started: Tensor, kept: Tensor, crossing: Tensor) -> Tensor:
@@ -154,89 +149,72 @@ def _crossing_sums(passed: Tensor, started: Tensor, kept: Tensor, crossing: Tens
     return passed[..., None] + from_here + until_here + between
 
 
-def _ordered_state(request: ScanRequest, plan: _ChunkPlan, given: Tensor | None) -> Tensor:
-    """A copy of the states given, or zeros, in the order of the plan: [N, H, K, V]."""
-    state = request.new_state(len(plan.order))
-    return state.zero_() if given is None else state.copy_(given[plan.order])
-
-
-def _plan(request: ScanRequest) -> _ChunkPlan:
-    batch, length = request.k.shape[:2]
-    boundaries = sequence_boundaries(batch, length, request.cu_seqlens)
-    longest = max((end - start for start, end in pairwise(boundaries)), default=0)
-    # A short sequence is one chunk either way.
-    chunk_size = _chunk_length(request.k, request.chunk_size)
-    return _ChunkPlan.build(boundaries, min(chunk_size, max(16, 1 << max(longest - 1, 0).bit_length())))
-
-
-def _groups(plan: _ChunkPlan, request: ScanRequest) -> Iterator[_ChunkGroup]:
-    max_chunks = max(1, _GROUP_ELEMENTS // (request.num_value_heads * plan.chunk_size**2))
-    return plan.groups(max_chunks, request.k.device)
-
-
 @dataclass(frozen=True)
 class _ChunkGroup:
-    """Some consecutive steps of a plan: chunks in step-major order.
+    """Some consecutive steps of a plan: chunks in step-major order, those of step i in ``steps[i]``.
 
     ``tokens`` [M, C] indexes the flattened token axis; entries where ``is_padding`` [M, C] are meaningless, and
     ``real`` lists the others' places in it, flattened (both ``None`` if there is no padding).
-    ``num_active[i]`` chunks belong to the group's i-th step; they are those of the first sequences of the plan's order.
+    A step's chunks are those of the first sequences of the plan's order.
     """
 
     first_chunk: int
-    num_active: list[int]
+    steps: list[slice]
     tokens: Tensor
     is_padding: Tensor | None
     real: Tensor | None
 
-    def steps(self) -> Iterator[slice]:
-        """For each step, where its chunks stand in the group."""
-        start = 0
-        for count in self.num_active:
-            yield slice(start, start + count)
-            start += count
 
-
-@dataclass(frozen=True)
 class _ChunkPlan:
     """A cut of N sequences into chunks of C tokens, ordered by (chunk number within the sequence, sequence).
 
     Sequences are taken longest first, so that those still running at any step are a prefix of ``order``.
     """
 
-    order: list[int]
-    starts: list[int]
-    lengths: list[int]
-    chunk_size: int
-
-    @classmethod
-    def build(cls, boundaries: list[int], chunk_size: int) -> _ChunkPlan:
-        lengths = [end - start for start, end in pairwise(boundaries)]
-        order = sorted(range(len(lengths)), key=lambda n: -lengths[n])
-        return cls(order, [boundaries[n] for n in order], [lengths[n] for n in order], chunk_size)
+    def __init__(self, request: ScanRequest) -> None:
+        self.request = request
+        batch, length = request.k.shape[:2]
+        sequences = list(pairwise(sequence_boundaries(batch, length, request.cu_seqlens)))
+        self.order = sorted(range(len(sequences)), key=lambda n: sequences[n][0] - sequences[n][1])
+        self.starts = [sequences[n][0] for n in self.order]
+        self.lengths = [sequences[n][1] - sequences[n][0] for n in self.order]
+        self.longest = max(self.lengths, default=0)
+        # A short sequence is one chunk either way.
+        enough = max(16, 1 << max(self.longest - 1, 0).bit_length())
+        self.chunk_size = min(_chunk_length(request.k, request.chunk_size), enough)
 
     def num_chunks(self) -> int:
         return sum(-(-length // self.chunk_size) for length in self.lengths)
 
-    def groups(self, max_chunks: int, device: torch.device) -> Iterator[_ChunkGroup]:
-        """Groups of consecutive steps with at most ``max_chunks`` chunks (at least one step) each."""
+    def ordered(self, states: Tensor | None) -> Tensor:
+        """A copy of the states given, or zeros, in the order of the plan: [N, H, K, V]."""
+        new = self.request.new_state(len(self.order))
+        return new.zero_() if states is None else new.copy_(states[self.order])
+
+    def in_given_order(self, states: Tensor) -> Tensor:
+        given = torch.empty_like(states)
+        given[self.order] = states
+        return given
+
+    def groups(self) -> Iterator[_ChunkGroup]:
+        """Groups of consecutive steps whose temporaries are of bounded size (at least one step each)."""
+        device = self.request.k.device
+        max_chunks = _GROUP_ELEMENTS // (self.request.num_value_heads * self.chunk_size**2)
         offsets = torch.arange(self.chunk_size)
-        longest = self.lengths[0] if self.lengths else 0
-        first_chunk, running, step = 0, len(self.lengths), 0
-        while step * self.chunk_size < longest:
-            num_active: list[int] = []
+        first_chunk, running, position = 0, len(self.lengths), 0
+        while position < self.longest:
+            steps: list[slice] = []
             starts: list[int] = []
             counts: list[int] = []
-            while step * self.chunk_size < longest:
-                position = step * self.chunk_size
+            while position < self.longest:
                 while self.lengths[running - 1] <= position:
                     running -= 1
-                if num_active and len(starts) + running > max_chunks:
+                if steps and len(starts) + running > max_chunks:
                     break
-                num_active.append(running)
+                steps.append(slice(len(starts), len(starts) + running))
                 starts += [start + position for start in self.starts[:running]]
                 counts += [min(length - position, self.chunk_size) for length in self.lengths[:running]]
-                step += 1
+                position += self.chunk_size
             # Built on the host, so nothing waits for the device.
             tokens = torch.tensor(starts)[:, None] + offsets
             is_padding = real = None
@@ -245,55 +223,40 @@ class _ChunkPlan:
                 tokens = torch.where(is_padding, tokens[:, :1], tokens)
                 real = torch.nonzero(~is_padding.flatten()).flatten().to(device)
                 is_padding = is_padding.to(device)
-            yield _ChunkGroup(first_chunk, num_active, tokens.to(device), is_padding, real)
+            yield _ChunkGroup(first_chunk, steps, tokens.to(device), is_padding, real)
             first_chunk += len(starts)
 
 
-@dataclass
 class _Chunks:
     """The inputs of one group of chunks, head-major and in the compute dtype, and what is derived from them."""
 
-    request: ScanRequest
-    group: _ChunkGroup
-    q: Tensor  # [M, H, C, K]
-    k: Tensor  # [M, H, C, K]
-    v: Tensor  # [M, H, C, V]
-    write: Tensor  # [M, H, C, 1]
-    erase: Tensor | None  # [M, H, C, 1]
-    decay_from_start: Tensor  # [M, H, C, 1], e^G
-    decay_to_end: Tensor  # [M, H, C, 1], e^{G_C - G}
-    decay_all: Tensor  # [M, H, 1, 1], e^{G_C}
-    pair_decay: Tensor | None  # [M, H, C, C], D, zero above the diagonal
-
-    @classmethod
-    def load(cls, request: ScanRequest, group: _ChunkGroup) -> _Chunks:
-        one = torch.ones((), dtype=request.compute_dtype, device=request.k.device)
-        self = cls(request, group, one, one, one, one, None, one, one, one, None)
+    def __init__(self, request: ScanRequest, group: _ChunkGroup) -> None:
+        self.dtype, self.group = request.compute_dtype, group
         repeats = request.num_value_heads // request.k.shape[2]
-        self.q = self.gather(request.q).repeat_interleave(repeats, 1)
-        self.k = self.gather(request.k).repeat_interleave(repeats, 1)
-        self.v = self.gather(request.v)
+        self.q = self.gather(request.q).repeat_interleave(repeats, 1)  # [M, H, C, K]
+        self.k = self.gather(request.k).repeat_interleave(repeats, 1)  # [M, H, C, K]
+        self.v = self.gather(request.v)  # [M, H, C, V]
         log_decay, erase, write = request.scalars
-        self.write = self.gather(write[..., None])
-        if erase is not None:
-            self.erase = self.gather(erase[..., None])
-        if log_decay is not None:
-            # float64 where the device has it: float32 sums, and exponents near -80, lose digits after strong forgetting.
-            wide = torch.float32 if request.k.device.type == "mps" else torch.float64
-            total = self.gather(log_decay[..., None]).to(wide).clamp_(min=_CLOSED).cumsum(2)
-            causal = torch.ones(total.shape[2], total.shape[2], dtype=torch.bool, device=total.device).tril_()
-            difference = (total - total.mT).masked_fill_(~causal, -torch.inf)
-            self.pair_decay = difference.exp_().to(one.dtype)
-            self.decay_from_start = total.exp().to(one.dtype)
-            self.decay_to_end = (total[:, :, -1:] - total).exp().to(one.dtype)
-            self.decay_all = self.decay_from_start[:, :, -1:]
-        else:
+        self.write = self.gather(write[..., None])  # [M, H, C, 1]
+        self.erase = None if erase is None else self.gather(erase[..., None])  # [M, H, C, 1]
+        self.pair_decay: Tensor | None = None  # [M, H, C, C], D, zero above the diagonal
+        if log_decay is None:
+            one = torch.ones((), dtype=self.dtype, device=request.k.device)
+            self.decay_from_start = self.decay_to_end = one
             self.decay_all = one.expand(group.tokens.shape[0], 1, 1, 1)
-        return self
+            return
+        # float64 where the device has it: float32 sums, and exponents near -80, lose digits after strong forgetting.
+        total = self.gather(log_decay[..., None]).to(widest(log_decay)).clamp_(min=_CLOSED).cumsum(2)
+        causal = torch.ones(total.shape[2], total.shape[2], dtype=torch.bool, device=total.device).tril_()
+        difference = (total - total.mT).masked_fill_(~causal, -torch.inf)
+        self.pair_decay = difference.exp_().to(self.dtype)
+        self.decay_from_start = total.exp().to(self.dtype)  # [M, H, C, 1], e^G
+        self.decay_to_end = (total[:, :, -1:] - total).exp().to(self.dtype)  # [M, H, C, 1], e^{G_C - G}
+        self.decay_all = self.decay_from_start[:, :, -1:]  # [M, H, 1, 1], e^{G_C}
 
     def gather(self, x: Tensor) -> Tensor:
         """[B, T, H, D] to [M, H, C, D] in the compute dtype, padding as zeros."""
-        chunks = x.flatten(0, 1)[self.group.tokens].to(self.request.compute_dtype)
+        chunks = x.flatten(0, 1)[self.group.tokens].to(self.dtype)
         if self.group.is_padding is not None:
             chunks.masked_fill_(self.group.is_padding[..., None, None], 0)
         return chunks.transpose(1, 2).contiguous()
