@@ -89,6 +89,15 @@ def test_the_whole_table_as_it_is_written():
     assert markdown(result_table(table_rows(), "1.3B")) == TABLE
 
 
+def test_the_lowest_perplexity_of_any_task_is_the_best():
+    rows = [
+        cell("one", "lambada_standard", acc=0.4, perplexity=9.0),
+        cell("two", "lambada_standard", acc=0.5, perplexity=8.0),
+    ]
+    lines = {line[0].text: line for line in result_table(rows, "none").lines}
+    assert [line[3].is_best for line in lines.values()] == [True, True], "two is better in both"
+
+
 def test_the_table_on_a_terminal_has_the_same_cells():
     table = result_table(table_rows(), "1.3B")
     shown = terminal(table)

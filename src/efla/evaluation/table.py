@@ -135,7 +135,8 @@ def result_table(rows: Sequence[Record], paper: str = "340M") -> ResultTable:
     extra = [column for column in EXTRA_COLUMNS if column.task in tasks]
     other = [row for row in cells if row["task"] not in {c.task for c in (*COLUMNS, *EXTRA_COLUMNS)}]
     for task, metric in dict.fromkeys((str(row["task"]), metric) for row in other for metric in row["metrics"]):
-        extra.append(Column(task, f"{task} {metric}", task, metric, 1.0, None, False, False))
+        is_loss = "perplexity" in metric or "bits" in metric
+        extra.append(Column(task, f"{task} {metric}", task, metric, 1.0, None, is_loss, False))
     lines += [line(column, {name: {} for name in published}) for column in extra]
     headings = ["", "chance", *models, *(f"paper: {name}" for name in published)]
     return ResultTable(headings, lines, _notes(cells, published))
