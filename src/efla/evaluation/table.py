@@ -14,53 +14,57 @@ MISSING = "–"  # noqa: RUF001
 
 @dataclass(frozen=True)
 class Column:
-    """One metric of the table. ``unit`` 100 shows a fraction as percent; ``chance`` is in the shown unit."""
+    """One metric of the table. ``chance`` is that of an accuracy, which is shown in percent."""
 
     key: str
     title: str
     task: str
     metric: str
-    unit: float = 100.0
     chance: float | None = None
-    lower_is_better: bool = False
-    is_accuracy: bool = True
+
+    @property
+    def is_accuracy(self) -> bool:
+        return self.chance is not None
+
+    @property
+    def unit(self) -> float:
+        return 100.0 if self.is_accuracy else 1.0
+
+    @property
+    def lower_is_better(self) -> bool:
+        return "perplexity" in self.metric or "bits" in self.metric
 
     @property
     def digits(self) -> int:
+        if self is MEAN:
+            return 2
         return 1 if self.is_accuracy else 3 if "bits" in self.metric else 2
 
 
 COLUMNS = (
-    Column("wikitext", "Wiki. ppl", "wikitext", "word_perplexity", 1.0, None, True, False),
-    Column("lambada_ppl", "LMB. ppl", "lambada_openai", "perplexity", 1.0, None, True, False),
-    Column("lambada", "LMB. acc", "lambada_openai", "acc", chance=0.0),
-    Column("piqa", "PIQA", "piqa", "acc", chance=50.0),
-    Column("hellaswag", "Hella.", "hellaswag", "acc_norm", chance=25.0),
-    Column("winogrande", "Wino.", "winogrande", "acc", chance=50.0),
-    Column("arc_easy", "ARC-e", "arc_easy", "acc", chance=25.0),
-    Column("arc_challenge", "ARC-c", "arc_challenge", "acc_norm", chance=25.0),
-    Column("boolq", "BoolQ", "boolq", "acc", chance=62.2),
-    Column("openbookqa", "OBQA", "openbookqa", "acc_norm", chance=25.0),
-    Column("sciq", "SciQ", "sciq", "acc", chance=25.0),
+    Column("wikitext", "Wiki. ppl", "wikitext", "word_perplexity"),
+    Column("lambada_ppl", "LMB. ppl", "lambada_openai", "perplexity"),
+    Column("lambada", "LMB. acc", "lambada_openai", "acc", 0.0),
+    Column("piqa", "PIQA", "piqa", "acc", 50.0),
+    Column("hellaswag", "Hella.", "hellaswag", "acc_norm", 25.0),
+    Column("winogrande", "Wino.", "winogrande", "acc", 50.0),
+    Column("arc_easy", "ARC-e", "arc_easy", "acc", 25.0),
+    Column("arc_challenge", "ARC-c", "arc_challenge", "acc_norm", 25.0),
+    Column("boolq", "BoolQ", "boolq", "acc", 62.2),
+    Column("openbookqa", "OBQA", "openbookqa", "acc_norm", 25.0),
+    Column("sciq", "SciQ", "sciq", "acc", 25.0),
 )
 """BoolQ's chance is its majority class. A few ARC questions have 3 or 5 choices; guessing gives 25."""
 
 ACCURACIES = tuple(column for column in COLUMNS if column.is_accuracy)
-MEAN = Column(
-    "mean",
-    "mean of the 9",
-    "mean",
-    "acc",
-    chance=sum(c.chance or 0.0 for c in ACCURACIES) / len(ACCURACIES),
-    is_accuracy=False,
-)
+MEAN = Column("mean", "mean of the 9", "mean", "acc", sum(c.chance or 0.0 for c in ACCURACIES) / len(ACCURACIES))
 
 CARRIED = "wikitext_carried"
 EXTRA_COLUMNS = (
-    Column("wikitext_bits", "Wiki. bits/byte", "wikitext", "bits_per_byte", 1.0, None, True, False),
-    Column("carried", "Wiki. ppl, carried", CARRIED, "word_perplexity", 1.0, None, True, False),
-    Column("carried_bits", "Wiki. bits, carried", CARRIED, "bits_per_byte", 1.0, None, True, False),
-    Column("lambada_bits", "LMB. bits/byte", "lambada_openai", "bits_per_byte", 1.0, None, True, False),
+    Column("wikitext_bits", "Wiki. bits/byte", "wikitext", "bits_per_byte"),
+    Column("carried", "Wiki. ppl, carried", CARRIED, "word_perplexity"),
+    Column("carried_bits", "Wiki. bits, carried", CARRIED, "bits_per_byte"),
+    Column("lambada_bits", "LMB. bits/byte", "lambada_openai", "bits_per_byte"),
 )
 """Not in the paper's table: bits per byte, and WikiText with the state carried over windows."""
 
@@ -121,24 +125,27 @@ def result_table(rows: Sequence[Record], paper: str = "340M") -> ResultTable:
     paper too, if all nine are known; its standard error combines those of the tasks in quadrature.
     """
     cells = [row for row in rows if row.get("row") == "cell"]
-    models = list(dict.fromkeys(str(row["model"]) for row in cells))
-    by_cell = {(str(row["model"]), str(row["task"])): row for row in cells}
-    tasks = {str(row["task"]) for row in cells}
+    columns = [*COLUMNS, MEAN, *EXTRA_COLUMNS]
+    known = {column.task for column in columns}
+    other = [(str(row["task"]), metric) for row in cells if row["task"] not in known for metric in row["metrics"]]
+    columns += [Column(f"{task} {metric}", f"{task} {metric}", task, metric) for task, metric in dict.fromkeys(other)]
+    measured: dict[str, dict[str, tuple[float, float]]] = {str(row["model"]): {} for row in cells}
+    for row in cells:
+        measured[str(row["model"])] |= {c.key: shown_values(row, c) for c in columns if c.task == row["task"]}
+    for values in measured.values():
+        mean = mean_accuracy({key: value for key, (value, _) in values.items()})
+        if mean is not None:
+            squares = sum(values[column.key][1] ** 2 for column in ACCURACIES)
+            values[MEAN.key] = mean, math.sqrt(squares) / len(ACCURACIES)
     published = _published(paper)
-
-    def line(column: Column, numbers: Mapping[str, Mapping[str, float]]) -> list[TableCell]:
-        values = {m: shown_values(by_cell[m, column.task], column) for m in models if (m, column.task) in by_cell}
-        return _line(column, models, values, [row.get(column.key) for row in numbers.values()])
-
-    lines = [line(column, published) for column in COLUMNS if column.task in tasks]
-    lines += _mean_lines(models, by_cell, published)
-    extra = [column for column in EXTRA_COLUMNS if column.task in tasks]
-    other = [row for row in cells if row["task"] not in {c.task for c in (*COLUMNS, *EXTRA_COLUMNS)}]
-    for task, metric in dict.fromkeys((str(row["task"]), metric) for row in other for metric in row["metrics"]):
-        is_loss = "perplexity" in metric or "bits" in metric
-        extra.append(Column(task, f"{task} {metric}", task, metric, 1.0, None, is_loss, False))
-    lines += [line(column, {name: {} for name in published}) for column in extra]
-    headings = ["", "chance", *models, *(f"paper: {name}" for name in published)]
+    lines = []
+    for column in columns:
+        if any(column.key in values for values in measured.values()):
+            lines.append(_line(column, list(measured.values()), list(published.values())))
+            if column is MEAN and published:
+                printed = [TableCell(f"{row[PRINTED]:.1f}") for row in published.values()]
+                lines.append([TableCell(PRINTED), *[TableCell()] * (1 + len(measured)), *printed])
+    headings = ["", "chance", *measured, *(f"paper: {name}" for name in published)]
     return ResultTable(headings, lines, _notes(cells, published))
 
 
@@ -149,46 +156,25 @@ def shown_values(row: Mapping[str, Any], column: Column) -> tuple[float, float]:
 
 
 def _line(
-    column: Column,
-    models: Sequence[str],
-    values: Mapping[str, tuple[float, float]],
-    published: Sequence[float | None],
+    column: Column, measured: Sequence[Mapping[str, tuple[float, float]]], published: Sequence[Mapping[str, float]]
 ) -> list[TableCell]:
-    """One line of the table. values: each model's value and standard error."""
-    finite = [value for value, _ in values.values() if math.isfinite(value)]
-    best = (min if column.lower_is_better else max)(finite) if len(set(finite)) > 1 else None
+    """One line of the table. measured: each model's values and standard errors by column; published: the paper's values."""
+    shown = (values[column.key][0] for values in measured if column.key in values)
+    finite = {value for value in shown if math.isfinite(value)}
+    best = (min if column.lower_is_better else max)(finite) if len(finite) > 1 else None
     line = [TableCell(column.title), TableCell("" if column.chance is None else f"{column.chance:.1f}")]
-    for model in models:
-        value, error = values.get(model, (math.nan, math.nan))
-        text = _with_error(value, error, column.digits) if model in values else MISSING
+    for values in measured:
+        value, error = values.get(column.key, (math.nan, math.nan))
+        text = _with_error(value, error, column.digits) if column.key in values else MISSING
         line.append(TableCell(text, value == best))
-    return line + [TableCell("" if number is None else f"{number:.{column.digits}f}") for number in published]
-
-
-def _mean_lines(
-    models: Sequence[str],
-    by_cell: Mapping[tuple[str, str], Record],
-    published: Mapping[str, Mapping[str, float]],
-) -> list[list[TableCell]]:
-    """The mean of the nine accuracies, and below it the average that the paper prints."""
-    means: dict[str, tuple[float, float]] = {}
-    for model in models:
-        pairs = {c.key: shown_values(by_cell[model, c.task], c) for c in ACCURACIES if (model, c.task) in by_cell}
-        mean = mean_accuracy({key: value for key, (value, _) in pairs.items()})
-        if mean is not None:
-            means[model] = (mean, math.sqrt(sum(error**2 for _, error in pairs.values())) / len(pairs))
-    if not means:
-        return []
-    line = _line(MEAN, models, means, [mean_accuracy(row) for row in published.values()])
-    printed = [TableCell(PRINTED), *[TableCell()] * (1 + len(models))]
-    printed += [TableCell(f"{row['printed']:.1f}") for row in published.values()]
-    return [line, printed] if published else [line]
+    return line + [TableCell(f"{row[column.key]:.{column.digits}f}" if column.key in row else "") for row in published]
 
 
 def _published(paper: str) -> dict[str, dict[str, float]]:
+    """The paper's numbers by column, with the mean of the accuracies recomputed and as printed."""
     sizes = {"none": (), "340M": ("340M",), "1.3B": ("1.3B",), "both": ("340M", "1.3B")}[paper]
     return {
-        f"{model} {size}": {**row, "printed": PRINTED_AVERAGES[size][model]}
+        f"{model} {size}": {**row, MEAN.key: mean_accuracy(row) or math.nan, PRINTED: PRINTED_AVERAGES[size][model]}
         for size in sizes
         for model, row in paper_rows(size).items()
     }
