@@ -3,7 +3,6 @@
 import itertools
 import textwrap
 import time
-from dataclasses import dataclass
 
 from rich.console import Console
 from rich.markup import escape
@@ -16,16 +15,6 @@ _PROMISE = (
     "native, every dtype, sequences and parts > 8 tokens: outputs and gradients keep "
     "their bits in any batch, packing, threads; outputs if cut at multiples of 4"
 )
-
-
-@dataclass(frozen=True)
-class BackendReport:
-    """Result for one backend. reason: why it cannot run here; problem: what its self-check found."""
-
-    name: str
-    reason: str | None
-    problem: str | None
-    seconds: float
 
 
 def doctor(verbose: bool = False) -> int:
@@ -45,21 +34,21 @@ def doctor(verbose: bool = False) -> int:
             facts.add_row(f"[bold]{key}[/]", value)
     console.print(facts)
 
-    reports = [check_backend(name) for name in efla.backends()]
     table = Table("backend", "self-check against the float64 oracle", box=None, pad_edge=False)
-    for report in reports:
-        result = f"[green]right[/], {report.seconds:.2f} s"
-        if report.reason is not None:
-            result = f"[yellow]not here[/]: {escape(report.reason)}"
-        if report.problem is not None:
-            problem = (
-                report.problem if verbose else textwrap.shorten(report.problem, 300, placeholder=" ... (--verbose)")
-            )
-            result = f"[bold red]WRONG[/]: {escape(problem)}"
-        table.add_row(report.name, result)
+    problems = []
+    for name, reason in efla.backends().items():
+        start = time.perf_counter()
+        problem = None if reason is not None else find_problem(name)
+        result = f"[green]right[/], {time.perf_counter() - start:.2f} s"
+        if reason is not None:
+            result = f"[yellow]not here[/]: {escape(reason)}"
+        if problem is not None:
+            shown = problem if verbose else textwrap.shorten(problem, 300, placeholder=" ... (--verbose)")
+            result = f"[bold red]WRONG[/]: {escape(shown)}"
+        table.add_row(name, result)
+        problems.append(problem)
     console.print()
     console.print(table)
-    problems = [report.problem for report in reports]
     if efla.backends()["native"] is None:
         problems.append(_batch_variance())
         verdict = f"[bold red]NO[/]: {escape(problems[-1])}" if problems[-1] else "[green]yes[/]"
@@ -82,26 +71,21 @@ def _batch_variance() -> str | None:
     return None
 
 
-def check_backend(name: str) -> BackendReport:
-    """A self-check of about two seconds: odd lengths, packing, hard inputs, outputs and gradients."""
-    reason = efla.backends()[name]
-    if reason is not None:
-        return BackendReport(name, reason, None, 0.0)
+def find_problem(name: str) -> str | None:
+    """What is wrong with a backend, by a self-check of about two seconds: odd lengths, packing, hard inputs, gradients."""
     from efla.bench.gpu import conformance
 
-    start = time.perf_counter()
-    problem = None
     try:
         if name == "fla":  # on the GPU, with the error budget of half precision
             conformance.self_check()
         else:
             _check_on_cpu(name)
     except (AssertionError, efla.BackendUnavailable) as error:
-        problem = str(error)
+        return str(error)
     except Exception as error:
         # A kernel that fails to run is what this check looks for.
-        problem = f"{type(error).__name__}: {error}"
-    return BackendReport(name, None, problem, time.perf_counter() - start)
+        return f"{type(error).__name__}: {error}"
+    return None
 
 
 def _check_on_cpu(name: str) -> None:
