@@ -48,22 +48,20 @@ def run(config: TrainConfig, output: Path, *, console: Console | None = None) ->
     """Train into ``output``, or resume the run there; under torchrun, together with the other ranks."""
     if config.machine.threads is not None:
         torch.set_num_threads(config.machine.threads)
-    engine = Engine.start(config.machine)
-    try:
-        with Interruption() as asked, open_output(output, config) if engine.is_main else nullcontext():
-            engine.barrier()
-            shown = console if engine.is_main else None
-            try:
-                process = Run(config, output, engine, shown, asked)
-            except Stopped:
-                Bars(shown).line(_farewell(asked.name, 0))
-                return Outcome(0, None, 0, asked.exit_code)
-            try:
-                return process.train()
-            finally:
-                process.close()
-    finally:
-        engine.close()
+    with (
+        closing(Engine.start(config.machine)) as engine,
+        Interruption() as asked,
+        open_output(output, config) if engine.is_main else nullcontext(),
+    ):
+        engine.barrier()
+        shown = console if engine.is_main else None
+        try:
+            process = Run(config, output, engine, shown, asked)
+        except Stopped:
+            Bars(shown).line(_farewell(asked.name, 0))
+            return Outcome(0, None, 0, asked.exit_code)
+        with closing(process):
+            return process.train()
 
 
 class Run:
