@@ -152,13 +152,8 @@ def families_and_singles(requests: Sequence[Request], share: bool) -> tuple[list
 
 def shared_length(requests: Sequence[Request]) -> int:
     """Length of the common prefix of all sequences, before the first scored token."""
-    limit = min(len(r.tokens) - r.num_scored for r in requests)
-    first = requests[0].tokens[:limit]
-    for request in requests[1:]:
-        if request.tokens[:limit] != first:
-            limit = next(i for i, (a, b) in enumerate(zip(request.tokens, first, strict=False)) if a != b)
-            first = first[:limit]
-    return limit
+    places = zip(*(request.tokens[: -request.num_scored] for request in requests), strict=False)
+    return sum(1 for _ in itertools.takewhile(lambda tokens: len(set(tokens)) == 1, places))
 
 
 def _batches(lengths: Sequence[int], budget: int) -> list[slice]:
