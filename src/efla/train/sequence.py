@@ -43,12 +43,10 @@ class SequenceGroup:
 
     @classmethod
     def create(cls, size: int) -> SequenceGroup:
-        """Split all ranks into groups of ``size`` neighbours; every rank of the process group must call this."""
-        world = dist.get_world_size()
-        if size < 1 or world % size:
-            raise ValueError(f"{world} ranks do not divide into groups of {size} that share a sequence")
+        """Split all ranks into groups of ``size`` neighbours, which divides their number; every rank must call this."""
         # Separate groups, even if there is only one, because gradients are exchanged on the default group.
-        groups = [dist.new_group(list(range(first, first + size))) for first in range(0, world, size)]
+        starts = range(0, dist.get_world_size(), size)
+        groups = [dist.new_group(list(range(first, first + size))) for first in starts]
         return cls(cast(dist.ProcessGroup, groups[dist.get_rank() // size]))
 
     def part(self, rows: Tensor) -> Tensor:
