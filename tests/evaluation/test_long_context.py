@@ -72,7 +72,7 @@ def check_length_rows(rows: list[dict[str, Any]], text: str) -> None:
     for row in probes:
         n, length = row["num_pairs"], row["length"]
         batch = make_batch(usable_tokens(256, [0]), n, length, 16, 0, prefix=0)
-        expected = asdict(recall(model, batch, n, length))
+        expected = asdict(recall(model, batch))
         assert {key: row[key] for key in expected} == pytest.approx(expected)
         assert (row["chance"], row["steps"], row["cell"]) == (1 / n, 0, f"efla/recall-{n}-{length}")
     cell = next(row for row in own if row["row"] == "cell")
@@ -120,7 +120,8 @@ def test_tokens_of_several_bytes_and_special_ones(tmp_path, monkeypatch):
     assert about == {"trained_length": 256}
     found, _ = evaluation.run(loaded, "recall-4-16", tmp_path, counter)
     batch = make_batch(usable_tokens(len(tokenizer), [0, 1, 2, 5]), 4, 16, 64, 3, prefix=1)
-    assert found == {"row": "recall", **asdict(recall(model, batch, 4, 16)), "chance": 0.25, "steps": 0}
+    about = {"row": "recall", "num_pairs": 4, "length": 16}
+    assert found == {**about, **asdict(recall(model, batch)), "chance": 0.25, "steps": 0}
     del model.config.max_position_embeddings
     monkeypatch.delattr(EflaConfig, "max_position_embeddings")  # as a Mamba of transformers has none
     whole = LengthSettings(text=str(text), positions=len(tokens) - 1)
@@ -148,7 +149,7 @@ def test_recall_after_training_on_it_is_that_of_the_trained_copy(folders, tmp_pa
     (found,) = [row for row in rows if row["row"] == "recall"]
     usable = usable_tokens(256, [0])
     copied = finetune_on_recall(trained("efla"), usable, [(2, 16)], steps=3, seed=5, prefix=0, batch_tokens=64)
-    expected = asdict(recall(copied, make_batch(usable, 2, 16, 8, 5, prefix=0), 2, 16))
+    expected = asdict(recall(copied, make_batch(usable, 2, 16, 8, 5, prefix=0)))
     assert {key: found[key] for key in expected} == pytest.approx(expected)
     assert found["steps"] == 3
     recalled = f"accuracy {found['accuracy']:.3f}, among the values {found['among_values']:.3f}  "

@@ -53,20 +53,20 @@ def test_every_pair_is_asked_for_once(num_pairs, length):
 
 def test_a_perfect_memory_recalls_all_and_none_is_at_chance():
     batch = make_batch(usable_tokens(256, [0]), 8, 64, 40, seed=0)
-    perfect = recall(LookupLM(64), batch, 8, 64)
+    perfect = recall(LookupLM(64), batch)
     assert perfect.accuracy == perfect.among_values == 1.0
-    forgetful = recall(LookupLM(20), batch, 8, 64)
+    forgetful = recall(LookupLM(20), batch)
     assert forgetful.accuracy < 0.5
-    blank = recall(UniformLM(), batch, 8, 64)
+    blank = recall(UniformLM(), batch)
     assert blank.accuracy == 0.0  # all tokens tie, the first wins
     assert abs(blank.among_values - 1 / 8) < 4 * blank.among_values_error + 1e-9
 
 
 def test_errors_are_over_sequences():
     batch, forgetful = make_batch(usable_tokens(256, [0]), 8, 64, 2, seed=1), LookupLM(20)
-    one, two = (recall(forgetful, batch.to(torch.device("cpu"), slice(i, i + 1)), 8, 64) for i in (0, 1))
-    both = recall(forgetful, batch, 8, 64, batch_tokens=64)
-    assert (both.num_pairs, both.length, both.num_sequences, one.num_sequences) == (8, 64, 2, 1)
+    one, two = (recall(forgetful, batch.to(torch.device("cpu"), slice(i, i + 1))) for i in (0, 1))
+    both = recall(forgetful, batch, batch_tokens=64)
+    assert (both.num_sequences, one.num_sequences) == (2, 1)
     assert one.accuracy != two.accuracy and one.among_values != two.among_values
     mean, error = (one.accuracy + two.accuracy) / 2, abs(one.accuracy - two.accuracy) / 2
     assert (both.accuracy, both.accuracy_error) == pytest.approx((mean, error))
@@ -134,8 +134,8 @@ def test_a_rule_learns_to_recall(rule):
     model = EflaForCausalLM(byte_config(rule=rule, hidden_size=64, num_heads=2)).eval()
     usable = usable_tokens(256, [0])[:32]
     batch = make_batch(usable, 4, 32, 64, seed=0)
-    untrained = recall(model, batch, 4, 32)
+    untrained = recall(model, batch)
     copied = finetune_on_recall(model, usable, [(4, 32)], steps=800, seed=0, rate=3e-3, batch_tokens=1024)
-    trained = recall(copied, batch, 4, 32)
+    trained = recall(copied, batch)
     assert untrained.among_values < 0.4
     assert trained.among_values > 0.8

@@ -148,8 +148,9 @@ class LengthEvaluation(Evaluation):
         sequences = _SEQUENCES_PER_ROW * asked.rows
         batch = make_batch(usable, num_pairs, length, sequences, asked.seed, prefix)
         progress.begin(sequences)
-        found = recall(self._probed[1], batch, num_pairs, length, batch_tokens=batch_tokens, progress=progress.advance)
-        return {"row": "recall", **asdict(found), "chance": 1 / num_pairs, "steps": asked.recall_steps}
+        found = recall(self._probed[1], batch, batch_tokens=batch_tokens, progress=progress.advance)
+        about = {"row": "recall", "num_pairs": num_pairs, "length": length}
+        return {**about, **asdict(found), "chance": 1 / num_pairs, "steps": asked.recall_steps}
 
 
 def load_text(given: str | None, data: Path | None) -> tuple[str, str]:

@@ -43,8 +43,6 @@ class RecallResult:
     Standard errors are over sequences.
     """
 
-    num_pairs: int
-    length: int
     accuracy: float
     accuracy_error: float
     among_values: float
@@ -96,13 +94,7 @@ def _row(
 
 @torch.no_grad()
 def recall(
-    model: Any,
-    batch: RecallBatch,
-    num_pairs: int,
-    length: int,
-    *,
-    batch_tokens: int = 8192,
-    progress: Callable[[int], None] | None = None,
+    model: Any, batch: RecallBatch, *, batch_tokens: int = 8192, progress: Callable[[int], None] | None = None
 ) -> RecallResult:
     """Recall of the model, from one pass over each sequence."""
     device = next(model.parameters()).device
@@ -118,7 +110,7 @@ def recall(
         if progress is not None:
             progress(len(target))
     whole, own = torch.cat(right).cpu().numpy(), torch.cat(among).cpu().numpy()
-    return RecallResult(num_pairs, length, *_mean(whole), *_mean(own), len(whole))
+    return RecallResult(*_mean(whole), *_mean(own), len(whole))
 
 
 def _asked(model: Any, tokens: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
