@@ -155,7 +155,7 @@ def test_workers_that_a_signal_ended_too_are_no_error(is_signalled, tmp_path, mo
         raise BrokenProcessPool("a worker died")
 
     (tmp_path / "a.txt").write_text("some text")
-    monkeypatch.setattr(loop, "prepare_source", die)
+    monkeypatch.setattr(loop, "prepare", die)
     expected = nullcontext() if is_signalled else pytest.raises(BrokenProcessPool)
     with expected:
         assert loop.run(small(data=str(tmp_path / "a.txt")), tmp_path / "run").exit_code == 75

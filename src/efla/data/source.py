@@ -1,11 +1,10 @@
 """Training and validation tokens of what ``--data`` names: a corpus, a prepared folder, or text to prepare first."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 from efla.data import corpora
-from efla.data.prepare import PrepareConfig, Watcher, prepare
 from efla.data.readers import is_hub_name
 from efla.data.sampling import TokenStream
 from efla.data.shards import is_prepared, open_shards
@@ -38,12 +37,6 @@ def source_kind(data: str) -> Kind:
         f"--data {data!r} is neither a corpus ({', '.join(corpora.names())}), a folder of efla prepare, a file or folder of "
         "text, nor hf:owner/name"
     )
-
-
-def prepare_source(config: PrepareConfig, folder: Path, *, max_tokens: int, watch: Watcher | None = None) -> None:
-    """Tokenize text into ``folder``, unless that is done. max_tokens: a limit for data sets of the hub only."""
-    limit = max_tokens if all(map(is_hub_name, config.sources)) else 0
-    prepare(replace(config, max_tokens=limit), folder, watch=watch)
 
 
 def open_data(data: str, *, root: str | None = None, folder: Path | None = None, verify: bool = True) -> TextData:

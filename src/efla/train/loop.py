@@ -14,9 +14,10 @@ import torch
 from rich.console import Console
 from torch import Tensor, nn
 
-from efla.data.prepare import PrepareConfig, map_ahead
+from efla.data.prepare import PrepareConfig, map_ahead, prepare
+from efla.data.readers import is_hub_name
 from efla.data.sampling import RowSampler
-from efla.data.source import TextData, open_data, prepare_source, source_kind
+from efla.data.source import TextData, open_data, source_kind
 from efla.data.tokenizers import TextTokenizer, load_tokenizer
 from efla.interruption import Interruption, Stopped
 from efla.models.accounting import parameter_count
@@ -254,9 +255,12 @@ class Run:
             folder = self.output / DATA
             if self.engine.is_main:
                 Bars(self.console).line(f"preparing {options.data} into {folder}")
-                text = PrepareConfig(sources=(options.data,), tokenizer=options.tokenizer, column=options.column)
+                limit = self.config.total_tokens if is_hub_name(options.data) else 0
+                text = PrepareConfig(
+                    sources=(options.data,), tokenizer=options.tokenizer, column=options.column, max_tokens=limit
+                )
                 try:
-                    prepare_source(text, folder, max_tokens=self.config.total_tokens, watch=self._stop_on_signal)
+                    prepare(text, folder, watch=self._stop_on_signal)
                 except (Stopped, BrokenExecutor):  # the signal may have ended the workers as well
                     if self.asked.signal is None:
                         raise
