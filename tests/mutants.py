@@ -80,15 +80,15 @@ EXCUSED: dict[tuple[str, str], str] = {
     ("efla.train.step.x_train_step", "total = torch.zeros((), device=None, dtype=torch.float64)"): CPU,
     ("efla.train.step.x_train_step", "total = torch.zeros((), dtype=torch.float64)"): CPU,
     (
-        "efla.evaluation.likelihood.x__prefill",
-        "out = runner(padded(prefixes, None, length, left=True), keep=1, mask=mask, use_cache=True)",
+        "efla.evaluation.likelihood.xǁ_Scorerǁ_prefill",
+        "out = self._run(padded(prefixes, None, length, left=True), keep=1, mask=mask, use_cache=True)",
     ): CPU,
     (
-        "efla.evaluation.likelihood.x__prefill",
-        "out = runner(padded(prefixes, runner.device, length, left=True), keep=1, mask=mask, )",
+        "efla.evaluation.likelihood.xǁ_Scorerǁ_prefill",
+        "out = self._run(padded(prefixes, self.device, length, left=True), keep=1, mask=mask, )",
     ): SAME,  # what is left out is the default
     (
-        "efla.evaluation.likelihood.x__score_continuations",
+        "efla.evaluation.likelihood.xǁ_Scorerǁ_continuations",
         "for part in _batches([len(rest) - 1 for _, _, rest in rests], budget):",
     ): SAME,  # batches of any size do
     ("efla.evaluation.run.xǁEvaluationǁevaluate", "device=settings.device,"): CPU,

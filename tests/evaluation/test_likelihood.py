@@ -183,10 +183,10 @@ def test_positions_are_counted_from_the_first_token_after_the_padding():
     model = Recorded()
     model.config.model_type = "other"
     mask = torch.tensor([[0, 0, 1, 1], [1, 1, 1, 1]])
-    likelihood._Runner(model)(torch.ones(2, 4, dtype=torch.long), mask=mask, keep=1, use_cache=True)
+    likelihood._Scorer(model, [], 1)._run(torch.ones(2, 4, dtype=torch.long), mask=mask, keep=1, use_cache=True)
     assert Recorded.asked["positions"].tolist() == [[0, 0, 0, 1], [0, 1, 2, 3]]
     assert (Recorded.asked["mask"] is mask, Recorded.asked["use_cache"]) == (True, True)
-    likelihood._Runner(model)(torch.ones(2, 1, dtype=torch.long), mask=mask, cache="state")
+    likelihood._Scorer(model, [], 1)._run(torch.ones(2, 1, dtype=torch.long), mask=mask, cache="state")
     assert (Recorded.asked["positions"].tolist(), Recorded.asked["cache"]) == ([[1], [3]], "state")
 
 

@@ -79,13 +79,10 @@ def score(
     """
     if batch_tokens < 1:
         raise ValueError(f"batch_tokens must be at least 1, got {batch_tokens}")
-    runner = _Runner(model)
-    families, singles = families_and_singles(requests, share and runner.can_share)
+    scorer = _Scorer(model, requests, batch_tokens)
+    families, singles = families_and_singles(requests, share and scorer.can_share)
     scores: dict[int, ContinuationScore] = {}
-    for finished in itertools.chain(
-        _score_families(runner, requests, families, batch_tokens),
-        _score_singles(runner, requests, singles, batch_tokens),
-    ):
+    for finished in itertools.chain(scorer.families(families), scorer.singles(singles)):
         scores.update(finished)
         if done is not None:
             done(finished)
@@ -97,38 +94,6 @@ class _Family(NamedTuple):
 
     members: list[int]
     shared: int
-
-
-class _Runner:
-    """A model's forward pass, with the arguments that it accepts."""
-
-    def __init__(self, model: Any) -> None:
-        self.model = model
-        self.device = next(model.parameters()).device
-        accepted = inspect.signature(model.forward).parameters
-        self.keeps = "logits_to_keep" in accepted
-        is_ours = getattr(model.config, "model_type", "") == "efla"
-        self.takes_positions = "position_ids" in accepted and not is_ours
-        self.concats_states = is_ours and why_not_recurrent(model) is None
-        self.can_share = "past_key_values" in accepted and "attention_mask" in accepted
-        self.max_rows_of_logits = max(1, MAX_LOGITS // int(model.config.get_text_config().vocab_size))
-
-    def __call__(
-        self, tokens: Tensor, *, keep: int | None = None, cache: Any = None, mask: Tensor | None = None, **options: Any
-    ) -> Any:
-        """The model's output for tokens [B, T] after a state. mask [B, past + T]: zero at padding.
-
-        keep: number of last tokens whose logits are needed; a model may return more.
-        """
-        if keep is not None and self.keeps:
-            options["logits_to_keep"] = keep
-        if cache is not None:
-            options["past_key_values"] = cache
-        if mask is not None:
-            options["attention_mask"] = mask
-            if self.takes_positions:
-                options["position_ids"] = (mask.cumsum(-1) - 1).clamp(min=0)[:, -tokens.shape[1] :]
-        return self.model(input_ids=tokens, **options)
 
 
 def families_and_singles(requests: Sequence[Request], share: bool) -> tuple[list[_Family], list[int]]:
@@ -181,28 +146,6 @@ def _batches(lengths: Sequence[int], budget: int) -> list[slice]:
     return cuts[::-1]
 
 
-def _score_singles(
-    runner: _Runner, requests: Sequence[Request], singles: list[int], batch_tokens: int
-) -> Iterator[Scores]:
-    """Whole sequences, padded on the right."""
-    order = sorted(singles, key=lambda i: -len(requests[i].tokens))
-    for chosen in _batches([len(requests[i].tokens) - 1 for i in order], batch_tokens):
-        whole = order[chosen]
-        length = len(requests[whole[0]].tokens) - 1
-        # Keep logits from the first scored position of any row on; many rows of a large vocabulary take several passes.
-        keep = max(length - (len(requests[i].tokens) - 1 - requests[i].num_scored) for i in whole)
-        rows = max(1, runner.max_rows_of_logits // keep)
-        for at in range(0, len(whole), rows):
-            batch = whole[at : at + rows]
-            tokens = padded([requests[i].tokens[:-1] for i in batch], runner.device, length)
-            logits = runner(tokens, keep=keep, use_cache=False).logits[:, -keep:]
-            found = []
-            for row, i in enumerate(batch):
-                end = len(requests[i].tokens) - 1 - (length - keep)  # in the kept logits
-                found.append((i, _score_row(logits[row, end - requests[i].num_scored : end], requests[i])))
-            yield found
-
-
 class _Prefilled(NamedTuple):
     """Families after a pass over their prefixes: logits [B, V] there, the state, and the mask [B, T] of padding."""
 
@@ -212,74 +155,115 @@ class _Prefilled(NamedTuple):
     mask: Tensor | None
 
 
-def _score_families(
-    runner: _Runner, requests: Sequence[Request], families: list[_Family], batch_tokens: int
-) -> Iterator[Scores]:
-    """Passes over the prefixes of families, then over their continuations.
+class _Scorer:
+    """Requests and the forward passes of a model that score them, with the arguments that the model accepts."""
 
-    States of constant size are collected first, so that continuations of similar length run together.
-    """
-    order = sorted(families, key=lambda family: -family.shared)
-    waiting: list[_Prefilled] = []
-    for chosen in _batches([family.shared for family in order], batch_tokens):
-        waiting.append(_prefill(runner, requests, order[chosen]))
-        if not runner.concats_states or sum(cached_state_bytes(p.cache) for p in waiting) >= WAITING_BYTES:
-            yield from _score_continuations(runner, requests, waiting, batch_tokens)
-            waiting = []
-    if waiting:
-        yield from _score_continuations(runner, requests, waiting, batch_tokens)
+    def __init__(self, model: Any, requests: Sequence[Request], batch_tokens: int) -> None:
+        self.model, self.requests, self.batch_tokens = model, requests, batch_tokens
+        self.device = next(model.parameters()).device
+        accepted = inspect.signature(model.forward).parameters
+        self.keeps = "logits_to_keep" in accepted
+        is_ours = getattr(model.config, "model_type", "") == "efla"
+        self.takes_positions = "position_ids" in accepted and not is_ours
+        self.concats_states = is_ours and why_not_recurrent(model) is None
+        self.can_share = "past_key_values" in accepted and "attention_mask" in accepted
+        self.max_rows_of_logits = max(1, MAX_LOGITS // int(model.config.get_text_config().vocab_size))
 
+    def _run(
+        self, tokens: Tensor, *, keep: int | None = None, cache: Any = None, mask: Tensor | None = None, **options: Any
+    ) -> Any:
+        """The model's output for tokens [B, T] after a state. mask [B, past + T]: zero at padding.
 
-def _prefill(runner: _Runner, requests: Sequence[Request], families: list[_Family]) -> _Prefilled:
-    length = families[0].shared
-    prefixes = [requests[family.members[0]].tokens[: family.shared] for family in families]
-    lengths = torch.tensor([family.shared for family in families], device=runner.device)
-    is_padded = bool((lengths < length).any())
-    mask = (torch.arange(length, device=runner.device) >= length - lengths[:, None]).long() if is_padded else None
-    out = runner(padded(prefixes, runner.device, length, left=True), keep=1, mask=mask, use_cache=True)
-    return _Prefilled(families, out.logits[:, -1], out.past_key_values, mask)
+        keep: number of last tokens whose logits are needed; a model may return more.
+        """
+        if keep is not None and self.keeps:
+            options["logits_to_keep"] = keep
+        if cache is not None:
+            options["past_key_values"] = cache
+        if mask is not None:
+            options["attention_mask"] = mask
+            if self.takes_positions:
+                options["position_ids"] = (mask.cumsum(-1) - 1).clamp(min=0)[:, -tokens.shape[1] :]
+        return self.model(input_ids=tokens, **options)
 
+    def singles(self, singles: list[int]) -> Iterator[Scores]:
+        """Whole sequences, padded on the right."""
+        lengths = {i: len(self.requests[i].tokens) - 1 for i in singles}
+        order = sorted(singles, key=lambda i: -lengths[i])
+        for chosen in _batches([lengths[i] for i in order], self.batch_tokens):
+            whole = order[chosen]
+            length = lengths[whole[0]]
+            # Keep logits from the first scored position of any row on; many rows of a large vocabulary take several passes.
+            keep = max(length - lengths[i] + self.requests[i].num_scored for i in whole)
+            rows = max(1, self.max_rows_of_logits // keep)
+            for at in range(0, len(whole), rows):
+                batch = whole[at : at + rows]
+                tokens = padded([self.requests[i].tokens[:-1] for i in batch], self.device, length)
+                logits = self._run(tokens, keep=keep, use_cache=False).logits[:, -keep:]
+                yield [self._scored(i, logits[row, : keep - length + lengths[i]]) for row, i in enumerate(batch)]
 
-def _score_continuations(
-    runner: _Runner, requests: Sequence[Request], waiting: list[_Prefilled], batch_tokens: int
-) -> Iterator[Scores]:
-    """The continuations of one prefill, or of several whose states can be concatenated."""
-    first = torch.cat([prefilled.logits for prefilled in waiting])
-    caches = [prefilled.cache for prefilled in waiting]
-    cache = caches[0] if len(caches) == 1 else state.merge(caches)
-    mask = None if runner.concats_states else waiting[0].mask
-    found = []
-    rests = []  # (row of first and of the cache, index, tokens after the prefix)
-    for row, family in enumerate(family for prefilled in waiting for family in prefilled.families):
-        for index in family.members:
-            rest = list(requests[index].tokens[family.shared :])
-            if len(rest) == 1:
-                found.append((index, _score_row(first[row : row + 1], requests[index])))
-            else:
-                rests.append((row, index, rest))
-    if found:
-        yield found
-    rests.sort(key=lambda item: -len(item[2]))
-    budget = min(batch_tokens, runner.max_rows_of_logits)
-    for part in _batches([len(rest) - 1 for _, _, rest in rests], budget):
-        piece = rests[part]
-        of_row = torch.tensor([row for row, _, _ in piece], device=runner.device)
-        inputs = padded([rest[:-1] for _, _, rest in piece], runner.device, len(piece[0][2]) - 1)
-        joined = None if mask is None else torch.cat([mask[of_row], torch.ones_like(inputs)], dim=1)
-        later = runner(inputs, cache=state.select(cache, of_row), mask=joined, use_cache=True).logits
+    def families(self, families: list[_Family]) -> Iterator[Scores]:
+        """Passes over the prefixes of families, then over their continuations.
+
+        States of constant size are collected first, so that continuations of similar length run together.
+        """
+        order = sorted(families, key=lambda family: -family.shared)
+        waiting: list[_Prefilled] = []
+        for chosen in _batches([family.shared for family in order], self.batch_tokens):
+            waiting.append(self._prefill(order[chosen]))
+            if not self.concats_states or sum(cached_state_bytes(p.cache) for p in waiting) >= WAITING_BYTES:
+                yield from self._continuations(waiting)
+                waiting = []
+        if waiting:
+            yield from self._continuations(waiting)
+
+    def _prefill(self, families: list[_Family]) -> _Prefilled:
+        length = families[0].shared
+        prefixes = [self.requests[family.members[0]].tokens[: family.shared] for family in families]
+        lengths = torch.tensor([family.shared for family in families], device=self.device)
+        is_padded = bool((lengths < length).any())
+        mask = (torch.arange(length, device=self.device) >= length - lengths[:, None]).long() if is_padded else None
+        out = self._run(padded(prefixes, self.device, length, left=True), keep=1, mask=mask, use_cache=True)
+        return _Prefilled(families, out.logits[:, -1], out.past_key_values, mask)
+
+    def _continuations(self, waiting: list[_Prefilled]) -> Iterator[Scores]:
+        """The continuations of one prefill, or of several whose states can be concatenated."""
+        first = torch.cat([prefilled.logits for prefilled in waiting])
+        caches = [prefilled.cache for prefilled in waiting]
+        cache = caches[0] if len(caches) == 1 else state.merge(caches)
+        mask = None if self.concats_states else waiting[0].mask
         found = []
-        for k, (row, i, rest) in enumerate(piece):
-            logits = torch.cat([first[row : row + 1], later[k, : len(rest) - 1]])[-requests[i].num_scored :]
-            found.append((i, _score_row(logits, requests[i])))
-        yield found
+        rests = []  # (row of first and of the cache, index, tokens after the prefix)
+        for row, family in enumerate(family for prefilled in waiting for family in prefilled.families):
+            for index in family.members:
+                rest = list(self.requests[index].tokens[family.shared :])
+                if len(rest) == 1:
+                    found.append(self._scored(index, first[row : row + 1]))
+                else:
+                    rests.append((row, index, rest))
+        if found:
+            yield found
+        rests.sort(key=lambda item: -len(item[2]))
+        budget = min(self.batch_tokens, self.max_rows_of_logits)
+        for part in _batches([len(rest) - 1 for _, _, rest in rests], budget):
+            piece = rests[part]
+            of_row = torch.tensor([row for row, _, _ in piece], device=self.device)
+            inputs = padded([rest[:-1] for _, _, rest in piece], self.device, len(piece[0][2]) - 1)
+            joined = None if mask is None else torch.cat([mask[of_row], torch.ones_like(inputs)], dim=1)
+            later = self._run(inputs, cache=state.select(cache, of_row), mask=joined, use_cache=True).logits
+            yield [
+                self._scored(i, torch.cat([first[row : row + 1], later[k, : len(rest) - 1]]))
+                for k, (row, i, rest) in enumerate(piece)
+            ]
 
-
-def _score_row(logits: Tensor, request: Request) -> ContinuationScore:
-    """The score of a request from the logits [num_scored, V] of its scored tokens."""
-    target = torch.tensor(request.tokens[-request.num_scored :], device=logits.device)
-    log_probs = torch.log_softmax(logits.float() if logits.dtype in HALF_DTYPES else logits, dim=-1)
-    picked = log_probs.gather(-1, target[:, None])
-    return ContinuationScore(float(picked.double().sum()), bool((logits.argmax(-1) == target).all()))
+    def _scored(self, index: int, logits: Tensor) -> tuple[int, ContinuationScore]:
+        """A request and its score, from logits [T, V] that end with those of its scored tokens."""
+        request = self.requests[index]
+        target = torch.tensor(request.tokens[-request.num_scored :], device=logits.device)
+        logits = logits[-request.num_scored :]
+        log_probs = torch.log_softmax(logits.float() if logits.dtype in HALF_DTYPES else logits, dim=-1)
+        picked = log_probs.gather(-1, target[:, None])
+        return index, ContinuationScore(float(picked.double().sum()), bool((logits.argmax(-1) == target).all()))
 
 
 def padded(rows: Sequence[Sequence[int]], device: torch.device, length: int, left: bool = False) -> Tensor:
