@@ -1,5 +1,6 @@
 """The command line, ``efla COMMAND``. A command is a typed function in a module that is imported when it is called."""
 
+import argparse
 import contextlib
 import importlib
 import importlib.util
@@ -94,15 +95,10 @@ def _function(name: str) -> Callable[..., Any]:
 
 def _import_named(arguments: list[str]) -> list[str]:
     """Import every MODULE of ``--import MODULE``, a .py file or a name; returns the other arguments."""
-    rest: list[str] = []
-    words = iter(arguments)
-    for word in words:
-        option, has_value, module = word.partition("=")
-        if option != "--import":
-            rest.append(word)
-            continue
-        if not has_value:
-            module = next(words, "")
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--import", dest="modules", nargs="?", const="", action="append", default=[])
+    found, rest = parser.parse_known_args(arguments)
+    for module in found.modules:
         _import(module)
     return rest
 
