@@ -1,7 +1,6 @@
 """The report: one self-contained HTML page from rows, without network references."""
 
 import datetime
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -12,37 +11,16 @@ from efla.evaluation import section as evaluation
 from efla.experiments import registry
 from efla.report import front
 from efla.runs import vega
-from efla.runs.chart import Chart, Series, values_table
+from efla.runs.chart import values_table
 from efla.runs.folder import CONFIG, read_config
 from efla.runs.names import LOOKS
 from efla.runs.rows import ROWS, parse, write_atomically
 from efla.runs.sections import Section
-from efla.runs.statistics import Claim, grouped
+from efla.runs.statistics import grouped
 
 _EVALUATION = {"evaluation": evaluation.sections, "evaluation-length": evaluation.length_sections}
 """The folders of ``efla eval``; the registry knows those of ``efla reproduce``."""
 _HERE = Path(__file__).parent
-
-
-class _Charts:
-    """The specifications of the page's charts, in the order in which the template asks for their numbers."""
-
-    def __init__(self) -> None:
-        self._specs: list[dict[str, Any]] = []
-
-    def chart(self, chart: Chart, legend: Sequence[Series]) -> int:
-        return self._add(vega.page_spec(chart, legend))
-
-    def forest(self, claims: Sequence[Claim], unit: str) -> int:
-        return self._add(vega.forest_spec(claims, unit))
-
-    def json(self) -> str:
-        """All of them for a script element, which ends at the first ``</``."""
-        return json.dumps(self._specs, ensure_ascii=False, separators=(",", ":")).replace("<", "\\u003c")
-
-    def _add(self, spec: dict[str, Any]) -> int:
-        self._specs.append(spec)
-        return len(self._specs) - 1
 
 
 def build(runs: Sequence[Path], output: Path) -> list[Section]:
@@ -55,11 +33,11 @@ def build(runs: Sequence[Path], output: Path) -> list[Section]:
         "template.html",
         sections=list(enumerate(sections, start=1)),
         lines=front.claim_lines(sections),
-        charts=_Charts(),
+        specs=[],  # of the charts, in the order in which the template draws them
+        vega=vega,
         values_table=values_table,
         dash_of=lambda key: " ".join(map(str, vega.DASHES[LOOKS[key].dash])),
         style=(_HERE / "style.css").read_text() + vega.style_sheet(),
-        library=vega.library(),
         script=(_HERE / "script.js").read_text(),
         version=efla.__version__,
         date=datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d"),
@@ -86,6 +64,7 @@ def _render(template: str, **values: Any) -> str:
         loader=jinja2.FileSystemLoader(_HERE), autoescape=template.endswith(".html"), trim_blocks=True,
         lstrip_blocks=True, undefined=jinja2.StrictUndefined,
     )  # fmt: skip
+    environment.policies["json.dumps_kwargs"] = {"ensure_ascii": False, "separators": (",", ":")}
     return environment.get_template(template).render(front=front, grouped=grouped, **values)
 
 
