@@ -220,14 +220,14 @@ def lm_tables(folder: Path = ROOT / "results/lm") -> dict[str, str]:
 
 def mad_tables(folder: Path = ROOT / "results/mad") -> dict[str, str]:
     """Scores of the baselines with the verdicts of both pairs, and of the hard settings, in percent."""
-    from efla.experiments.mad.claims import PAIRS, arms_of, claims, setting_scores, settings_of, tasks_of
+    from efla.experiments.mad.claims import PAIRS, Runs, claims
     from efla.runs.names import name_of
     from efla.runs.rows import read_rows
     from efla.runs.statistics import spread
 
-    rows = read_rows(folder)
-    arms = arms_of(rows)
-    found = {claim.pair: claim for claim in claims(rows)}
+    runs = Runs(read_rows(folder))
+    arms = runs.arms
+    found = {claim.pair: claim for claim in claims(runs)}
     pairs = {
         name_of(ours): f", {name_of(ours)} against {name_of(theirs)}" for ours, theirs in PAIRS if ours != "exact-flow"
     }
@@ -236,21 +236,19 @@ def mad_tables(folder: Path = ROOT / "results/mad") -> dict[str, str]:
         "baselines": [["task", *map(name_of, arms), *(f"{name} is better" for name in against)]],
         "hard": [["task"]],
     }
-    trained = [
-        arm for arm in arms if any(setting_scores(rows, t, settings_of(rows, t)[-1], arm) for t in tasks_of(rows))
-    ]
+    trained = [arm for arm in arms if any(runs.scores(task, runs.settings(task)[-1], arm) for task in runs.tasks)]
     tables["hard"][0] += map(name_of, trained)
-    for task in tasks_of(rows):
-        base, *hard = settings_of(rows, task)
+    for task in runs.tasks:
+        base, *hard = runs.settings(task)
         verdicts = []
         for suffix in against.values():
             claim = found.get(f"{task} ({base}){suffix}")
             difference = claim.difference if claim else None
             verdicts.append(f"**{claim.verdict}**: {difference.text('points')}" if claim and difference else "")
-        scores = (spread(setting_scores(rows, task, base, arm).values()).text(100) for arm in arms)
+        scores = (spread(runs.scores(task, base, arm).values()).text(100) for arm in arms)
         tables["baselines"].append([task, *scores, *verdicts])
         for name in hard:
-            scores = (spread(setting_scores(rows, task, name, arm).values()).text(100) for arm in trained)
+            scores = (spread(runs.scores(task, name, arm).values()).text(100) for arm in trained)
             tables["hard"].append([f"{task}, {name}", *scores])
     means = (found.get(f"mean of six tasks{suffix}") for suffix in against.values())
     shown = [f"**{m.verdict}**: {m.difference.text('points')}" if m and m.difference else "" for m in means]

@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from efla.experiments.mad import claims as mad
-from efla.experiments.mad.claims import claims, comparability, published, text_summary
+from efla.experiments.mad.claims import Runs, claims, published, text_summary
 from efla.experiments.mad.config import HARD, TASK_ORDER, profile
 from efla.experiments.mad.run import Mad
 from efla.experiments.mad.tasks import changed
@@ -62,9 +61,9 @@ def test_a_settings_score_is_the_best_over_rates_and_drops_what_is_not_finite() 
         return math.nan if (rate, arm) == (1e-3, "delta-raw") else 0.5 + 100 * rate
 
     rows = rows_of(accuracy)
-    assert mad.setting_scores(rows, "memorization", "baseline", "exact-flow")[12345] == pytest.approx(0.6)
-    assert mad.setting_scores(rows, "memorization", "baseline", "delta-raw")[12345] == pytest.approx(0.55)
-    assert mad.nonfinite(rows, "delta-raw") == 12
+    assert Runs(rows).scores("memorization", "baseline", "exact-flow")[12345] == pytest.approx(0.6)
+    assert Runs(rows).scores("memorization", "baseline", "delta-raw")[12345] == pytest.approx(0.55)
+    assert Runs(rows).nonfinite("delta-raw") == 12
     assert "DeltaNet (raw keys): 12 of its runs not finite" in text_summary(rows)
 
 
@@ -74,9 +73,9 @@ def test_task_and_overall_scores_are_plain_means() -> None:
 
     rows = rows_of(accuracy)
     for i, task in enumerate(TASK_ORDER):
-        assert mad.task_score(rows, task, "exact-flow").mean == pytest.approx((0.9 + 0.1 * i) / 2)
-    assert mad.overall_score(rows, "exact-flow") == pytest.approx(0.45 + 0.25 / 2)
-    assert math.isnan(mad.overall_score(rows[: len(rows) // 2], "exact-flow"))
+        assert Runs(rows).task_score(task, "exact-flow").mean == pytest.approx((0.9 + 0.1 * i) / 2)
+    assert Runs(rows).overall_score("exact-flow") == pytest.approx(0.45 + 0.25 / 2)
+    assert math.isnan(Runs(rows[: len(rows) // 2]).overall_score("exact-flow"))
 
 
 def test_verdicts_follow_the_differences_by_seed() -> None:
@@ -140,16 +139,16 @@ def test_arms_with_fewer_tasks_leave_the_scores_of_the_others_alone() -> None:
         if row["task"] == "compression" and row["setting"] == "baseline" and row["arm"] in pair
     ]
     for task in TASK_ORDER:
-        assert mad.task_score(rows + gated, task, "exact-flow") == mad.task_score(rows, task, "exact-flow")
-    assert mad.task_score(rows + gated, "compression", "gated-delta").n == 0, "it lacks a setting"
-    assert math.isnan(mad.overall_score(rows + gated, "gated-delta"))
+        assert Runs(rows + gated).task_score(task, "exact-flow") == Runs(rows).task_score(task, "exact-flow")
+    assert Runs(rows + gated).task_score("compression", "gated-delta").n == 0, "it lacks a setting"
+    assert math.isnan(Runs(rows + gated).overall_score("gated-delta"))
     assert "compression (baseline), Gated EFLA against Gated DeltaNet" in {claim.pair for claim in claims(rows + gated)}
 
 
 def test_claims_do_not_depend_on_the_order_in_which_cells_finished() -> None:
     rows = rows_of(lambda task, setting, arm, rate, seed: 0.5 + 0.1 * (setting == "hard") + _noise(seed))
     assert claims(rows[::-1]) == claims(rows)
-    assert mad.settings_of(rows[::-1], "memorization") == ["baseline", "V1024"]
+    assert Runs(rows[::-1]).settings("memorization") == ["baseline", "V1024"]
 
 
 def test_the_claim_about_the_largest_gains_can_be_reversed_or_unseen() -> None:
@@ -190,7 +189,7 @@ def test_the_loss_curve_is_that_of_each_seeds_best_run_over_the_seeds_that_got_t
             row["losses"] = [[500, 9.0], [1000, 9.0]]  # the worse rate: not drawn
         elif row["seed"] == 12346:
             row["losses"] = [[500, 1.0]]
-    steps, values = mad.loss_curve(rows, "memorization", "baseline", "exact-flow")
+    steps, values = Runs(rows).loss_curve("memorization", "baseline", "exact-flow")
     assert steps == [500, 1000]
     assert [(value.mean, value.n) for value in values] == [(pytest.approx(1.5), 2), (pytest.approx(1.0), 1)]
 
@@ -240,10 +239,10 @@ def test_only_the_whole_reference_profile_may_be_put_beside_published_numbers() 
         for name in group.settings for arm in ("delta-l2", "exact-flow") for rate in group.rates for decay in group.decays
     ]  # fmt: skip
     assert len(rows) == 2 * 396
-    assert "may be put beside published ones" in comparability(rows)
-    assert "was not run whole" in comparability(rows[:-1])
-    assert "was not run whole" in comparability([{**row, "config": {**config, "heads": 8}} for row in rows])
-    assert "fewer settings" in comparability(rows_of(lambda *_: 0.5))
+    assert "may be put beside published ones" in Runs(rows).comparability()
+    assert "was not run whole" in Runs(rows[:-1]).comparability()
+    assert "was not run whole" in Runs({**row, "config": {**config, "heads": 8}} for row in rows).comparability()
+    assert "fewer settings" in Runs(rows_of(lambda *_: 0.5)).comparability()
     # Judged on every setting, as published averages are: 10 of the 11 at 0.8.
     again = [{**row, "cell": f"{row['cell']} again", "seed": 12346} for row in rows]
     recall = next(claim for claim in claims(rows + again) if claim.pair.startswith("in-context-recall"))

@@ -2,14 +2,13 @@
 
 import csv
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import cache
 from pathlib import Path
 from textwrap import fill
 
 from efla.experiments.arms import ARMS
-from efla.experiments.mad.config import TASK_ORDER, profile
-from efla.experiments.mad.config import settings_of as profile_settings
+from efla.experiments.mad.config import TASK_ORDER, profile, settings_of
 from efla.experiments.mad.tasks import SEED
 from efla.runs.names import name_of
 from efla.runs.records import Record, number, to_record
@@ -36,89 +35,104 @@ METRICS = {
 }
 
 
-def arms_of(rows: Sequence[Record]) -> list[str]:
-    """Arms in the rows, in the order of the config."""
-    return Rows(rows).cells().values("arm", order=ARMS)
+class Runs(Rows):
+    """The rows that summarise a run."""
 
+    def __init__(self, rows: Iterable[Record]) -> None:
+        super().__init__(row for row in rows if row.get("row") == "cell")
+        self.arms: list[str] = self.values("arm", order=ARMS)
+        self.tasks: list[str] = self.values("task", order=TASK_ORDER)
+        seeds = self.values("seed")
+        # The seed reported first.
+        self.first_seed: int = SEED if SEED in seeds else min(seeds, default=SEED)
 
-def tasks_of(rows: Sequence[Record]) -> list[str]:
-    """Tasks in the rows, in the order in which they are run."""
-    return Rows(rows).cells().values("task", order=TASK_ORDER)
+    def settings(self, task: str) -> list[str]:
+        """Settings of a task, in the order of their profile, the baseline first."""
+        mine = self.where(task=task)
+        known = settings_of(mine[0]["profile"]).values() if mine else ()
+        return mine.values("setting", order=[setting.name for setting in known if setting.task == task])
 
+    def at(self, task: str, setting: str, arm: str) -> Rows:
+        """The runs of an arm on a setting, one row each."""
+        return self.where(task=task, setting=setting, arm=arm)
 
-def settings_of(rows: Sequence[Record], task: str) -> list[str]:
-    """Settings of a task in the rows, in the order of their profile, the baseline first."""
-    mine = Rows(rows).cells().where(task=task)
-    known = profile_settings(mine[0]["profile"]).values() if mine else ()
-    return mine.values("setting", order=[setting.name for setting in known if setting.task == task])
+    def scores(self, task: str, setting: str, arm: str, metric: str = "reference_accuracy") -> dict[int, float]:
+        """Seed -> best run over learning rates and weight decays, without non-finite ones; not-a-number if none is left."""
+        found: dict[int, list[float]] = {}
+        for row in self.at(task, setting, arm):
+            found.setdefault(row["seed"], []).append(number(row[metric]))
+        return {seed: max(filter(math.isfinite, found[seed]), default=math.nan) for seed in sorted(found)}
 
+    def task_score(self, task: str, arm: str) -> Spread:
+        """Mean over the :meth:`shared_settings` of a task, first seed; one number, no spread, none if the arm lacks one of
+        them."""
+        found = [self.scores(task, name, arm).get(self.first_seed) for name in self.shared_settings(task)]
+        values = [value for value in found if value is not None]
+        return spread([sum(values) / len(values)] if values and len(values) == len(found) else [])
 
-def runs_of(rows: Sequence[Record], task: str, setting: str, arm: str) -> Rows:
-    """The runs of an arm on a setting, one row each."""
-    return Rows(rows).cells().where(task=task, setting=setting, arm=arm)
+    def overall_score(self, arm: str) -> float:
+        """Mean of the task scores (not over settings); not-a-number while a task is missing."""
+        scores = [self.task_score(task, arm) for task in TASK_ORDER]
+        return math.nan if any(score.n == 0 for score in scores) else sum(s.mean for s in scores) / len(scores)
 
+    def shared_settings(self, task: str) -> list[str]:
+        """Settings of a task that every arm in its rows was trained on with the first seed, without arms that have fewer
+        tasks."""
+        tasks = {arm: len(self.where(arm=arm).values("task")) for arm in self.arms}
+        arms = [arm for arm in self.where(task=task).values("arm") if tasks[arm] == max(tasks.values())]
+        first = self.where(seed=self.first_seed)
+        return [
+            name for name in self.settings(task) if all(first.where(task=task, setting=name, arm=arm) for arm in arms)
+        ]
 
-def setting_scores(
-    rows: Sequence[Record], task: str, setting: str, arm: str, metric: str = "reference_accuracy"
-) -> dict[int, float]:
-    """Seed -> best run over learning rates and weight decays, without non-finite ones; not-a-number if none is left."""
-    found: dict[int, list[float]] = {}
-    for row in runs_of(rows, task, setting, arm):
-        found.setdefault(row["seed"], []).append(number(row[metric]))
-    return {seed: max(filter(math.isfinite, found[seed]), default=math.nan) for seed in sorted(found)}
+    def judged_settings(self, task: str) -> list[str]:
+        """The settings on which claims are judged: in the reference profile all that every arm was trained on, as in
+        published averages; otherwise the first one, which is the baseline or its short form."""
+        return self.shared_settings(task) if self[0]["profile"] == "reference" else self.settings(task)[:1]
 
+    def judged_scores(self, task: str, arm: str) -> dict[int, float]:
+        """Seed -> mean over the settings that are judged, for the seeds that were trained on all of them."""
+        return _mean({name: self.scores(task, name, arm) for name in self.judged_settings(task)})
 
-def task_score(rows: Sequence[Record], task: str, arm: str) -> Spread:
-    """Mean over the :func:`shared_settings` of a task, first seed; one number, no spread, none if the arm lacks one of them."""
-    first = first_seed(rows)
-    found = [setting_scores(rows, task, name, arm).get(first) for name in shared_settings(rows, task)]
-    values = [value for value in found if value is not None]
-    return spread([sum(values) / len(values)] if values and len(values) == len(found) else [])
+    def nonfinite(self, arm: str) -> int:
+        """Number of runs of an arm that are dropped because their metric is not finite."""
+        return sum(not math.isfinite(number(row["reference_accuracy"])) for row in self.where(arm=arm))
 
+    def loss_curve(self, task: str, setting: str, arm: str) -> Curve:
+        """Training loss against the step in the best run of each seed, over the seeds that got that far."""
 
-def overall_score(rows: Sequence[Record], arm: str) -> float:
-    """Mean of the task scores (not over settings); not-a-number while a task is missing."""
-    scores = [task_score(rows, task, arm) for task in TASK_ORDER]
-    return math.nan if any(score.n == 0 for score in scores) else sum(s.mean for s in scores) / len(scores)
+        def score(row: Record) -> float:
+            value = number(row["reference_accuracy"])
+            return value if math.isfinite(value) else -1.0
 
+        mine = self.at(task, setting, arm)
+        best = [max(mine.where(seed=seed), key=score) for seed in mine.values("seed")]
+        return curve((step, number(loss)) for row in best for step, loss in row["losses"])
 
-def first_seed(rows: Sequence[Record]) -> int:
-    """The seed reported first: 12345 if it was run."""
-    seeds = Rows(rows).cells().values("seed")
-    return SEED if SEED in seeds else min(seeds, default=SEED)
+    def follow_the_reference(self) -> bool:
+        """Whether every arm was run on all settings with all rates and decays by the reference's protocol."""
+        whole = profile("reference")
+        group = whole.groups[0]
+        wanted = {(name, rate, decay) for name in group.settings for rate in group.rates for decay in group.decays}
+        same = ("profile", "width", "heads", "batch", "memorization_batch", "steps", "epochs", "stop_above", "schedule")
+        asked = to_record(whole)
+        return all(
+            wanted <= {(f"{row['task']}/{row['setting']}", row["rate"], row["decay"]) for row in self.where(arm=arm)}
+            for arm in self.arms
+        ) and all(row["config"][key] == asked[key] for row in self for key in same)
 
-
-def shared_settings(rows: Sequence[Record], task: str) -> list[str]:
-    """Settings of a task that every arm in its rows was trained on with the first seed, without arms that have fewer tasks."""
-    tasks = {arm: len(tasks_of(Rows(rows).where(arm=arm))) for arm in arms_of(rows)}
-    arms = [arm for arm in arms_of(Rows(rows).where(task=task)) if tasks[arm] == max(tasks.values())]
-    names, first = settings_of(rows, task), first_seed(rows)
-    return [name for name in names if all(runs_of(rows, task, name, arm).where(seed=first) for arm in arms)]
-
-
-def judged_settings(rows: Sequence[Record], task: str) -> list[str]:
-    """The settings on which claims are judged: in the reference profile all that every arm was trained on, as in
-    published averages; otherwise the first one, which is the baseline or its short form."""
-    if Rows(rows).cells()[0]["profile"] == "reference":
-        return shared_settings(rows, task)
-    return settings_of(rows, task)[:1]
-
-
-def nonfinite(rows: Sequence[Record], arm: str) -> int:
-    """Number of runs of an arm that are dropped because their metric is not finite."""
-    return sum(not math.isfinite(number(row["reference_accuracy"])) for row in Rows(rows).cells().where(arm=arm))
-
-
-def loss_curve(rows: Sequence[Record], task: str, setting: str, arm: str) -> Curve:
-    """Training loss against the step in the best run of each seed, over the seeds that got that far."""
-
-    def score(row: Record) -> float:
-        value = number(row["reference_accuracy"])
-        return value if math.isfinite(value) else -1.0
-
-    mine = runs_of(rows, task, setting, arm)
-    best = [max(mine.where(seed=seed), key=score) for seed in mine.values("seed")]
-    return curve((step, number(loss)) for row in best for step, loss in row["losses"])
+    def comparability(self) -> str:
+        """What the scores may be compared with, for every table."""
+        if self.follow_the_reference():
+            return (
+                "These runs follow the reference's protocol (all 66 settings, best of six runs each), so their scores may be "
+                "put beside published ones; model selection looks at the test set, as the reference's does."
+            )
+        name, reason = self[0]["profile"], "it runs fewer settings with a smaller budget"
+        if name == "reference":
+            reason = "the profile was not run whole and as it is"
+        scores = f"Scores of the {name} profile may be compared across arms of the same profile"
+        return f"{scores}, never with published ones: {reason}."
 
 
 @cache
@@ -130,33 +144,6 @@ def published() -> list[dict[str, str]]:
 
 PAPER = {"DeltaNet": 65.7, "EFLA": 66.4}
 """The EFLA paper's averages over the six tasks; it prints no number per task."""
-
-
-def follows_the_reference(rows: Sequence[Record]) -> bool:
-    """Whether every arm was run on all settings with all rates and decays by the reference's protocol."""
-    cells = Rows(rows).cells()
-    whole = profile("reference")
-    group = whole.groups[0]
-    wanted = {(name, rate, decay) for name in group.settings for rate in group.rates for decay in group.decays}
-    same = ("profile", "width", "heads", "batch", "memorization_batch", "steps", "epochs", "stop_above", "schedule")
-    asked = to_record(whole)
-    return all(
-        wanted <= {(f"{row['task']}/{row['setting']}", row["rate"], row["decay"]) for row in cells if row["arm"] == arm}
-        for arm in arms_of(rows)
-    ) and all(row["config"][key] == asked[key] for row in cells for key in same)
-
-
-def comparability(rows: Sequence[Record]) -> str:
-    """What the scores may be compared with, for every table."""
-    if follows_the_reference(rows):
-        return (
-            "These runs follow the reference's protocol (all 66 settings, best of six runs each), so their scores may be "
-            "put beside published ones; model selection looks at the test set, as the reference's does."
-        )
-    name, reason = Rows(rows).cells()[0]["profile"], "it runs fewer settings with a smaller budget"
-    if name == "reference":
-        reason = "the profile was not run whole and as it is"
-    return f"Scores of the {name} profile may be compared across arms of the same profile, never with published ones: {reason}."
 
 
 PAIRS = (("exact-flow", "delta-l2"), ("exact-flow", "delta-raw"), ("gated-exact-flow", "gated-delta"))
@@ -171,14 +158,13 @@ def claims(rows: Sequence[Record]) -> list[Claim]:
 
     The reference profile is judged on every setting of a task, as in published averages, the others on the baseline.
     """
-    found = []
-    arms = arms_of(rows)
-    for ours, theirs in (pair for pair in PAIRS if set(pair) <= set(arms)):
-        scores = {task: [_scores(rows, task, arm) for arm in (ours, theirs)] for task in TASK_ORDER}
+    runs, found = Runs(rows), []
+    for ours, theirs in (pair for pair in PAIRS if set(pair) <= set(runs.arms)):
+        scores = {task: [runs.judged_scores(task, arm) for arm in (ours, theirs)] for task in TASK_ORDER}
         is_main = (ours, theirs) == PAIRS[0]
         against = "" if is_main else f", {name_of(ours)} against {name_of(theirs)}"
         each = [
-            compare("a", _EACH, f"{_on(rows, task)}{against}", *scores[task], unit="points", scale=100)
+            compare("a", _EACH, f"{_on(runs, task)}{against}", *scores[task], unit="points", scale=100)
             for task in TASK_ORDER
             if scores[task][0].keys() & scores[task][1].keys()
         ]
@@ -188,7 +174,7 @@ def claims(rows: Sequence[Record]) -> list[Claim]:
         found += [_all_claim(each, against), *(claim for claim in each if claim.verdict != NOT_JUDGED)]
         if len(each) == len(TASK_ORDER):
             means = [_mean({task: both[i] for task, both in scores.items()}) for i in (0, 1)]
-            note = "" if follows_the_reference(rows) else "the paper's value is of other settings and another budget"
+            note = "" if runs.follow_the_reference() else "the paper's value is of other settings and another budget"
             paper = PAPER["EFLA"] - PAPER["DeltaNet"] if is_main else None
             found.append(
                 compare(
@@ -226,32 +212,27 @@ def _mean(values: dict[str, dict[int, float]]) -> dict[int, float]:
     return {seed: sum(found[seed] for found in values.values()) / len(values) for seed in sorted(seeds)}
 
 
-def _on(rows: Sequence[Record], task: str) -> str:
-    names = judged_settings(rows, task)
+def _on(runs: Runs, task: str) -> str:
+    names = runs.judged_settings(task)
     return f"{task} ({names[0] if len(names) == 1 else f'mean of {len(names)} settings'})"
-
-
-def _scores(rows: Sequence[Record], task: str, arm: str) -> dict[int, float]:
-    """Seed -> mean over the settings that are judged, for the seeds that were trained on all of them."""
-    return _mean({name: setting_scores(rows, task, name, arm) for name in judged_settings(rows, task)})
 
 
 def text_summary(rows: Sequence[Record], verbose: bool = False) -> str:
     """Scores in percent per setting and arm, the claims, and what may be compared, as plain text."""
-    if not Rows(rows).cells():
+    runs = Runs(rows)
+    if not runs:
         return "no finished cells yet"
-    arms = arms_of(rows)
     lines = [
-        [f"{task}, {name}", *(spread(setting_scores(rows, task, name, arm).values()).text(100) for arm in arms)]
-        for task in tasks_of(rows)
-        for name in settings_of(rows, task)
+        [f"{task}, {name}", *(spread(runs.scores(task, name, arm).values()).text(100) for arm in runs.arms)]
+        for task in runs.tasks
+        for name in runs.settings(task)
     ]
-    overall = [overall_score(rows, arm) for arm in arms]
+    overall = [runs.overall_score(arm) for arm in runs.arms]
     if any(math.isfinite(value) for value in overall):
         shown = ["–" if math.isnan(value) else f"{100 * value:.1f}" for value in overall]  # noqa: RUF001
         lines.append(["mean of task scores, first seed", *shown])
     text = ["Accuracy in %, best of the rates, mean ± deviation over seeds"]
-    text += text_table(["", *map(name_of, arms)], lines)
-    dropped = {arm: nonfinite(rows, arm) for arm in arms}
+    text += text_table(["", *map(name_of, runs.arms)], lines)
+    dropped = {arm: runs.nonfinite(arm) for arm in runs.arms}
     text += [f"{name_of(arm)}: {count} of its runs not finite" for arm, count in dropped.items() if count]
-    return "\n".join([*text, "", *claims_text(claims(rows), verbose), fill(comparability(rows), 80)])
+    return "\n".join([*text, "", *claims_text(claims(rows), verbose), fill(runs.comparability(), 80)])
