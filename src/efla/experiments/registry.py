@@ -1,20 +1,20 @@
 """The experiments by name. To add one, write its folder and add one line to ``_EXPERIMENTS``."""
 
-import importlib
+import pkgutil
 from typing import Any
 
 from efla.errors import check_names
 from efla.experiments.experiment import Experiment, Options
 
-# Name -> (package, experiment class, options class), imported on use. In the order of `efla reproduce all`: throughput
-# comes early, while the machine is cool.
+# Name -> (experiment class, options class), imported on use. In the order of `efla reproduce all`: throughput comes early,
+# while the machine is cool.
 _EXPERIMENTS = {
-    "exactness": ("exactness", "run:Exactness", "config:ExactnessOptions"),
-    "throughput": ("throughput", "run:Throughput", "config:ThroughputOptions"),
-    "smnist": ("smnist", "run:SmnistRobustness", "config:SmnistOptions"),
-    "lr": ("smnist", "run:LearningRateRobustness", "config:LrOptions"),
-    "mad": ("mad", "run:Mad", "config:MadOptions"),
-    "lm": ("lm", "run:LanguageModels", "config:LmOptions"),
+    "exactness": ("exactness.run:Exactness", "exactness.config:ExactnessOptions"),
+    "throughput": ("throughput.run:Throughput", "throughput.config:ThroughputOptions"),
+    "smnist": ("smnist.run:SmnistRobustness", "smnist.config:SmnistOptions"),
+    "lr": ("smnist.run:LearningRateRobustness", "smnist.config:LrOptions"),
+    "mad": ("mad.run:Mad", "mad.config:MadOptions"),
+    "lm": ("lm.run:LanguageModels", "lm.config:LmOptions"),
 }
 
 
@@ -25,13 +25,13 @@ def names() -> list[str]:
 
 def get(name: str) -> type[Experiment[Any]]:
     """The experiment class of that name. ``module:Class`` finds an experiment that is not registered."""
-    found: type[Experiment[Any]] = _load(name if ":" in name else _path(name, 1))
+    found: type[Experiment[Any]] = pkgutil.resolve_name(name if ":" in name else _path(name, 0))
     return found
 
 
 def options_class(name: str) -> type[Options]:
     """The class of an experiment's command-line options."""
-    found: type[Options] = _load(_path(name, 2))
+    found: type[Options] = pkgutil.resolve_name(_path(name, 1))
     return found
 
 
@@ -42,9 +42,4 @@ def name_of(options: Options) -> str:
 
 def _path(name: str, which: int) -> str:
     check_names("experiment", [name], _EXPERIMENTS)
-    return f"efla.experiments.{_EXPERIMENTS[name][0]}.{_EXPERIMENTS[name][which]}"
-
-
-def _load(path: str) -> Any:
-    module, _, class_name = path.partition(":")
-    return getattr(importlib.import_module(module), class_name)
+    return f"efla.experiments.{_EXPERIMENTS[name][which]}"

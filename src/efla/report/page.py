@@ -14,7 +14,7 @@ from efla.runs import vega
 from efla.runs.chart import values_table
 from efla.runs.folder import CONFIG, read_config
 from efla.runs.names import LOOKS
-from efla.runs.rows import ROWS, parse, write_atomically
+from efla.runs.rows import ROWS, read_rows, write_atomically
 from efla.runs.sections import Section
 from efla.runs.statistics import grouped
 
@@ -72,7 +72,7 @@ def sections_of(folder: Path) -> list[Section]:
     """The sections of one run folder, from its rows. They call the folder by its name if its path is absolute."""
     if not (folder / ROWS).is_file() or not (folder / CONFIG).is_file():
         raise FileNotFoundError(f"{folder} is not the output folder of `efla reproduce`: it lacks {ROWS} or {CONFIG}")
-    rows = parse((folder / ROWS).read_bytes()).rows
+    rows = read_rows(folder)
     if not rows:
         raise ValueError(f"{folder} holds no finished cell yet; let `efla reproduce` finish at least one")
     experiment = read_config(folder)["experiment"]

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from efla.runs.records import Record, dumps
-from efla.runs.rows import ROWS, append_rows, explain_write, parse, repair, write_atomically
+from efla.runs.rows import ROWS, append_rows, explain_write, read_rows, repair, write_atomically
 
 CONFIG = "config.json"
 LOCK = ".lock"
@@ -73,8 +73,7 @@ class RunFolder:
 
     def rows(self) -> list[Record]:
         """The rows of all finished cells."""
-        file = self.path / ROWS
-        return parse(file.read_bytes()).rows if file.exists() else []
+        return read_rows(self.path) if (self.path / ROWS).exists() else []
 
     def finished(self) -> set[str]:
         """Ids of the finished cells."""
