@@ -205,3 +205,10 @@ def test_doctor_reports_a_backend_that_is_wrong(monkeypatch, capsys):
     assert "final_state: error" in doctor_module.find_problem("chunked")
     assert cli.main(["doctor"]) == 1
     assert "WRONG" in capsys.readouterr().out
+
+
+def test_doctor_fails_for_a_problem_without_a_text(monkeypatch, capsys):
+    monkeypatch.setattr(doctor_module, "find_problem", lambda name: "")
+    monkeypatch.setattr(doctor_module, "_batch_variance", lambda: None)
+    assert cli.main(["doctor"]) == 1
+    assert "WRONG" in capsys.readouterr().out

@@ -51,9 +51,9 @@ def doctor(verbose: bool = False) -> int:
     console.print(table)
     if efla.backends()["native"] is None:
         problems.append(_batch_variance())
-        verdict = f"[bold red]NO[/]: {escape(problems[-1])}" if problems[-1] else "[green]yes[/]"
+        verdict = "[green]yes[/]" if problems[-1] is None else f"[bold red]NO[/]: {escape(problems[-1])}"
         console.print(f"{_PROMISE}: {verdict}")
-    is_wrong = any(problems)
+    is_wrong = any(problem is not None for problem in problems)
     console.print(f"\nnext: {'report the problem with efla doctor --verbose' if is_wrong else 'efla train'}")
     return 1 if is_wrong else 0
 

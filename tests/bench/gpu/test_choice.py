@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import subprocess
 import sys
 
@@ -87,6 +88,13 @@ def test_the_tested_versions(version, is_fine):
 def test_a_missing_package_is_named_with_the_extra_to_install(monkeypatch):
     monkeypatch.setattr(fla.importlib.util, "find_spec", lambda name: None)
     assert "pip install 'efla[gpu]'" in fla._missing()
+
+
+@pytest.mark.skipif(importlib.util.find_spec("fla") is not None, reason="flash-linear-attention is installed")
+def test_another_package_named_fla_is_told_apart_without_triton(tmp_path, monkeypatch):
+    (tmp_path / "fla.py").write_text("")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert "the installed package 'fla' is something else" in fla._missing()
 
 
 def test_without_a_gpu_the_reason_is_that(monkeypatch):

@@ -35,12 +35,12 @@ def _missing() -> str | None:
     """What is not installed, found without importing anything."""
     if importlib.util.find_spec("fla") is None:
         return f"needs flash-linear-attention, which is not installed: {_INSTALL}"
-    if importlib.util.find_spec("triton") is None:
-        return f"needs triton, which is not installed: {_INSTALL}"
     try:
         version = importlib.metadata.version("flash-linear-attention")
     except importlib.metadata.PackageNotFoundError:
         return f"needs flash-linear-attention, but the installed package 'fla' is something else: {_INSTALL}"
+    if importlib.util.find_spec("triton") is None:
+        return f"needs triton, which is not installed: {_INSTALL}"
     return version_problem(version)
 
 
