@@ -1,21 +1,32 @@
 """Tables and claims as plain text for a terminal of 80 columns."""
 
 from collections.abc import Sequence
+from itertools import accumulate
 from textwrap import fill
 
 from efla.runs.statistics import NOT_JUDGED, Claim, grouped
 
+MISSING = "–"  # noqa: RUF001
 ONE_SEED = "One seed gives no verdict: --seeds adds more."
 
 
 def text_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    """Lines of a table, as narrow as they can be: the first column aligned to the left, the others to the right."""
+    """Lines of a table, as narrow as they can be: the first column aligned to the left, the others to the right.
+
+    Columns beyond 80 characters follow as another table, of the rows that have values there.
+    """
     lines = [columns, *([cell.replace(" ± ", "±") for cell in row] for row in rows)]
     widths = [max(len(line[i]) for line in lines) for i in range(len(columns))]
-    return [
-        "  ".join(cell.rjust(width) if i else cell.ljust(width) for i, (cell, width) in enumerate(zip(line, widths, strict=True)))
-        for line in lines
-    ]  # fmt: skip
+    ends = accumulate(widths, lambda end, width: end + 2 + width)
+    shown = max(2, sum(end <= 80 for end in ends))
+    table = []
+    for name, *cells in lines:
+        values = [cell.rjust(width) for cell, width in zip(cells, widths[1:shown], strict=False)]
+        table.append("  ".join([name.ljust(widths[0]), *values]))
+    if shown < len(columns):
+        others = ([row[0], *row[shown:]] for row in rows)
+        table += text_table([columns[0], *columns[shown:]], [row for row in others if set(row[1:]) != {MISSING}])
+    return table
 
 
 def claims_text(claims: Sequence[Claim], verbose: bool = False) -> list[str]:

@@ -218,14 +218,14 @@ def _on(runs: Runs, task: str) -> str:
 
 
 def text_summary(rows: Sequence[Record], verbose: bool = False) -> str:
-    """Scores in percent per setting and arm, the claims, and what may be compared, as plain text."""
+    """Scores in percent per setting (verbose; else the first of each task) and arm, the claims, and what may be compared."""
     runs = Runs(rows)
     if not runs:
         return "no finished cells yet"
     lines = [
         [f"{task}, {name}", *(spread(runs.scores(task, name, arm).values()).text(100) for arm in runs.arms)]
         for task in runs.tasks
-        for name in runs.settings(task)
+        for name in runs.settings(task)[: None if verbose else 1]
     ]
     overall = [runs.overall_score(arm) for arm in runs.arms]
     if any(math.isfinite(value) for value in overall):
