@@ -9,9 +9,9 @@ import pytest
 from markupsafe import Markup
 
 from efla.evaluation.section import length_figures, length_sections, sections
-from efla.evaluation.table import MISSING
 from efla.runs.chart import Chart, Figure, Point, Series
 from efla.runs.sections import Section, Table
+from efla.runs.statistics import MISSING
 from tests.evaluation.test_items_and_table import cell
 
 Row = dict[str, Any]

@@ -12,11 +12,11 @@ from rich.table import Table
 
 from efla.data import corpora
 from efla.evaluation.run import Evaluation, EvaluationSettings
-from efla.evaluation.table import MISSING
 from efla.evaluation.tasks import definition, local_records, read_text
 from efla.models.loading import Loaded
 from efla.runs.progress import Counter
 from efla.runs.records import Count, Minimum, Record, check_fields
+from efla.runs.statistics import MISSING
 
 _SEQUENCES_PER_ROW = 8
 

@@ -6,9 +6,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from efla.runs.records import Record, number
+from efla.runs.statistics import MISSING
 
 PRINTED = "average as printed"
-MISSING = "–"  # noqa: RUF001
 """What tables show for a cell that was not run."""
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from efla.runs.chart import Figure
 from efla.runs.records import Record
-from efla.runs.statistics import Claim
+from efla.runs.statistics import MISSING, Claim
 
 
 @dataclass(frozen=True)
@@ -70,4 +70,4 @@ def _show(value: object) -> str:
         return ", ".join(str(item) for item in value)
     if isinstance(value, str) and value.startswith("/"):
         return Path(value).name  # where a folder lies on one machine says nothing on another
-    return "–" if value is None else str(value)  # noqa: RUF001
+    return MISSING if value is None else str(value)

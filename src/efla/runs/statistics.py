@@ -11,6 +11,9 @@ import numpy as np
 
 from efla.runs.records import Record, number
 
+MISSING = "–"  # noqa: RUF001
+"""What tables show where there is no value."""
+
 
 class Spread(NamedTuple):
     """Mean and standard deviation over seeds (n - 1 in the denominator; not-a-number for one seed)."""
@@ -26,7 +29,7 @@ class Spread(NamedTuple):
         if self.n and math.isnan(self.mean):
             return "not finite"
         if self.n == 0:
-            return "–"  # noqa: RUF001
+            return MISSING
         spread = "" if self.n < 2 else f" ± {self.std * unit:.{digits}f}"
         return f"{self.mean * unit:.{digits}f}{spread}"
 

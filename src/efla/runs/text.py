@@ -4,9 +4,8 @@ from collections.abc import Sequence
 from itertools import accumulate
 from textwrap import fill
 
-from efla.runs.statistics import NOT_JUDGED, Claim, grouped
+from efla.runs.statistics import MISSING, NOT_JUDGED, Claim, grouped
 
-MISSING = "–"  # noqa: RUF001
 ONE_SEED = "One seed gives no verdict: --seeds adds more."
 
 

@@ -10,6 +10,7 @@ from efla.runs.chart import Chart, Figure, Guide, Point, Series, over_seeds, tid
 from efla.runs.names import name_of
 from efla.runs.records import Record, number
 from efla.runs.sections import Section, Table, applicable, budget, settings_table
+from efla.runs.statistics import MISSING
 
 _TALL = 50.0
 """Step sizes above this are drawn on a logarithmic axis."""
@@ -163,7 +164,7 @@ def _every_run(runs: Runs) -> Table:
 
 
 def _or_dash(value: object, digits: str, unit: float = 1.0) -> str:
-    return "–" if value is None else f"{unit * number(value):{digits}}"  # noqa: RUF001
+    return MISSING if value is None else f"{unit * number(value):{digits}}"
 
 
 def _not_concluded(runs: Runs) -> list[str]:

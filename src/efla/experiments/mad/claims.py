@@ -13,6 +13,7 @@ from efla.experiments.mad.tasks import SEED
 from efla.runs.names import name_of
 from efla.runs.records import Record, number, to_record
 from efla.runs.statistics import (
+    MISSING,
     NOT_JUDGED,
     Claim,
     Curve,
@@ -217,6 +218,11 @@ def _on(runs: Runs, task: str) -> str:
     return f"{task} ({names[0] if len(names) == 1 else f'mean of {len(names)} settings'})"
 
 
+def percent(value: float) -> str:
+    """A share in percent."""
+    return MISSING if math.isnan(value) else f"{100 * value:.1f}"
+
+
 def text_summary(rows: Sequence[Record], verbose: bool = False) -> str:
     """Scores in percent per setting (verbose; else the first of each task) and arm, the claims, and what may be compared."""
     runs = Runs(rows)
@@ -229,8 +235,7 @@ def text_summary(rows: Sequence[Record], verbose: bool = False) -> str:
     ]
     overall = [runs.overall_score(arm) for arm in runs.arms]
     if any(math.isfinite(value) for value in overall):
-        shown = ["–" if math.isnan(value) else f"{100 * value:.1f}" for value in overall]  # noqa: RUF001
-        lines.append(["mean of task scores, first seed", *shown])
+        lines.append(["mean of task scores, first seed", *map(percent, overall)])
     text = ["Accuracy in %, best of the rates, mean ± deviation over seeds"]
     text += text_table(["", *map(name_of, runs.arms)], lines)
     dropped = {arm: runs.nonfinite(arm) for arm in runs.arms}

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Sequence
 
-from efla.experiments.mad.claims import METRICS, PAPER, Runs, claims, published
+from efla.experiments.mad.claims import METRICS, PAPER, Runs, claims, percent, published
 from efla.experiments.mad.config import TASK_ORDER
 from efla.experiments.mad.tasks import OVERLAP_WARNING
 from efla.runs.chart import Chart, Figure, Series, over_seeds, seed_point
@@ -84,7 +84,7 @@ def _published_table(runs: Runs) -> Table:
     lines = []
     for arm in runs.arms:
         scores = (runs.task_score(task, arm).text(100) for task in TASK_ORDER)
-        lines.append([f"ours: {name_of(arm)}", _percent(runs.overall_score(arm)), *scores])
+        lines.append([f"ours: {name_of(arm)}", percent(runs.overall_score(arm)), *scores])
     for row in published():
         lines.append([f"{row['model']} ({row['source']})", row["mean"], *(row[task] for task in TASK_ORDER)])
     for model, mean in PAPER.items():
@@ -112,16 +112,12 @@ def _every_run(runs: Runs) -> Table:
     lines = [
         [TITLES[row["task"]], row["setting"], name_of(row["arm"]), f"{row['rate']:g}", f"{row['decay']:g}", str(row["seed"]),
          f"{row['parameters']:,}", f"{row['steps']} of {row['budget']}", str(row["best_step"]),
-         _percent(number(row["reference_accuracy"])), _percent(number(row["reference_accuracy_last"])),
-         _percent(number(row["token_accuracy"])), f"{number(row['test_loss']):.4f}",
+         percent(number(row["reference_accuracy"])), percent(number(row["reference_accuracy_last"])),
+         percent(number(row["token_accuracy"])), f"{number(row['test_loss']):.4f}",
          f"{1000 * row['timing']['seconds_per_step']:.0f}", row["backend"], f"{row['wall_seconds']:.0f}"]
         for row in runs
     ]  # fmt: skip
     return Table("Every run", columns, lines)
-
-
-def _percent(value: float) -> str:
-    return "–" if math.isnan(value) else f"{100 * value:.1f}"  # noqa: RUF001
 
 
 def _not_concluded(runs: Runs) -> list[str]:

@@ -8,7 +8,7 @@ from efla.experiments.lm.config import ARM_ORDER
 from efla.experiments.throughput.config import PAIRS
 from efla.runs.names import name_of
 from efla.runs.records import Record
-from efla.runs.statistics import NOT_JUDGED, NOT_SEEN, REVERSED, SEEN, Claim, difference, within
+from efla.runs.statistics import MISSING, NOT_JUDGED, NOT_SEEN, REVERSED, SEEN, Claim, difference, within
 from efla.runs.text import claims_text, text_table
 
 NEAR = 0.05
@@ -75,7 +75,7 @@ def operations(row: Record, arm: str) -> str:
 def memory(row: Record, arm: str) -> str:
     """Growth of memory in a step at its peak, in MB."""
     found = row["timing"][arm]["peak_memory_growth"]
-    return "–" if found is None else f"{int(found) / 1e6:,.0f}"  # noqa: RUF001
+    return MISSING if found is None else f"{int(found) / 1e6:,.0f}"
 
 
 def lines_of(cells: Sequence[Record], text: Callable[[Record, str], str]) -> list[list[str]]:
